@@ -1,6 +1,6 @@
 """smupar: tune a small dense model, then train wide sparse ones with the same hyperparameters.
 
-Public names are imported on first use, so that ``smupar --help`` does not have to wait for torch.
+Public names are imported on first use, so that ``smupar --help`` does not wait for torch.
 """
 
 from __future__ import annotations

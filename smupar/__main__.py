@@ -4,7 +4,7 @@ import sys
 
 
 def start() -> None:
-    """Runs the command line. Ctrl-C ends it without a traceback also while the command line itself is loaded."""
+    """Runs the command line. Ctrl-C ends it without a traceback, even while the command line itself is being loaded."""
     try:
         from smupar.cli.main import main
     except KeyboardInterrupt:

@@ -8,8 +8,7 @@ about. Each entry is a product of powers of the tensor's own multipliers:
 
 So an entry such as ``over(m_in=1, m_rho=1)`` reads 1 / (m_in m_rho).
 
-``smupar-aligned`` is a rule of ours beside the table: SmuPar, with a correction of hidden learning rates that is no power
-(``two_terms``).
+``smupar-aligned`` is our own rule: SmuPar with a correction of hidden learning rates that is not a power (``two_terms``).
 
 A *depth rule* is a column of a second table. Its entries are powers of m_depth, the number of residual blocks divided by the
 base model's.
@@ -79,9 +78,9 @@ class Rule:
     attention_exponent: float
     # role -> factor on Adam's epsilon, if epsilon is to scale with the gradients
     eps: dict[str, Power] = field(default_factory=dict)
-    # the depth rule that goes with this rule, unless the user names another one
+    # the default depth rule
     depth: str = "none"
-    # optimizer families whose hidden learning rates are multiplied by ``two_terms``
+    # optimizer families whose hidden learning rates get the factor ``two_terms``
     two_terms: tuple[str, ...] = ()
 
     def decay(self, family: str, role: str) -> Power:
@@ -138,7 +137,7 @@ MUP = Rule(
 
 
 def _corrected(power: Power) -> Power:
-    """SmuPar's addition to muP: factors of hidden weights are also divided by m_rho."""
+    """SmuPar's change of muP: factors of hidden weights are also divided by m_rho."""
     return replace(power, m_rho=-1)
 
 
@@ -153,7 +152,7 @@ SMUPAR = replace(MUP, name="smupar", title="SmuPar", init_var=_SMUPAR_INIT, lr=_
 SMUPAR_INIT_ONLY = replace(SMUPAR, name="smupar-init-only", title="muP + SmuPar init only", lr=MUP.lr)
 SMUPAR_LR_ONLY = replace(SMUPAR, name="smupar-lr-only", title="muP + SmuPar LR only", init_var=MUP.init_var)
 
-# The optimizers of the Adam family make updates of equal size for all weights, which the derivation assumes.
+# The derivation assumes updates of equal size for all weights, which optimizers of the Adam family make.
 SMUPAR_ALIGNED = replace(SMUPAR, name="smupar-aligned", title="SmuPar, two terms", two_terms=("adam",))
 
 TABLE_1 = (SP, MUP, SMUPAR, SMUPAR_INIT_ONLY, SMUPAR_LR_ONLY)
@@ -161,20 +160,21 @@ RULES = {rule.name: rule for rule in (*TABLE_1, SMUPAR_ALIGNED)}
 
 
 def two_terms(m: float, per_neuron: float, kappa: float) -> float:
-    """What smupar-aligned makes of SmuPar's factor 1 / m on a hidden learning rate, where m = m_in m_rho.
+    """smupar-aligned's factor on a hidden learning rate, in place of SmuPar's 1 / m with m = m_in m_rho.
 
-    An update of n weights of a neuron moves its output by a part on which the weights agree, and which adds up like n, and by
-    another that adds up like sqrt(n): in all by sqrt(n (n + kappa)), where kappa is how many weights must agree for both parts
-    to be equal. It stays as large as in the proxy, where n is N0, if the learning rate is divided by m and multiplied by
-    sqrt((N0 + kappa) / (N0 + kappa / m)). So the factor is 1 / m if all weights agree, and 1 / sqrt(m) if none do.
+    An update of a neuron's n weights moves its output by two parts: one on which the weights agree, which adds up like n, and
+    one that adds up like sqrt(n). Together they are sqrt(n (n + kappa)), where kappa is the number of agreeing weights for
+    which both parts are equal. The move stays as large as in the proxy, where n is N0, if the learning rate is divided by m and
+    multiplied by sqrt((N0 + kappa) / (N0 + kappa / m)). So the factor is 1 / m if all weights agree, and 1 / sqrt(m) if none
+    do.
 
     per_neuron  N0, kept weights per neuron of this layer in the proxy
-    kappa       of the proxy: ``smupar.observe`` measures it
+    kappa       the proxy's, as measured by ``smupar.observe``
     """
     return math.sqrt((per_neuron + kappa) / (per_neuron + kappa / m))
 
 
-# The choices of a run for which roles get weight decay. "all" is our rule; the others are for comparison.
+# Which roles get weight decay, by the run's choice. "all" is our rule; the others are for comparison.
 DECAYED = {"all": ROLES, "matrices": ("embedding", "hidden", "unembedding"), "hidden": ("hidden",)}
 
 
@@ -183,14 +183,14 @@ class DepthRule:
     """One column of the table of depth rules, for a model of residual blocks ``x + branch(x)``. All exponents follow from
     alpha.
 
-    A branch is divided by m_depth^alpha. Each of m_depth blocks may then change the stream by 1 / m_depth, so an update of a
-    weight may change its branch by m_depth^(alpha - 1). Adam and Muon make updates of the size of their learning rate. The
-    updates of SGD also follow the gradient, which is divided by m_depth^alpha like the branch.
+    A branch is divided by m_depth^alpha. Each of m_depth blocks may change the stream by 1 / m_depth, so an update of a weight
+    may change its branch by m_depth^(alpha - 1). Updates of Adam and Muon have the size of their learning rate. Updates of SGD
+    also follow the gradient, which is divided by m_depth^alpha like the branch.
     """
 
     name: str
     title: str
-    alpha: Fraction | None  # None: depth changes nothing
+    alpha: Fraction | None  # None: no factor depends on the depth
 
     @property
     def branch(self) -> Fraction:
@@ -222,7 +222,7 @@ def get_depth_rule(name: str) -> DepthRule:
 
 
 def depth_factor(m_depth: Fraction, exponent: Fraction) -> float:
-    """m_depth^exponent; exact where the exponent is a whole number."""
+    """m_depth^exponent, exact if the exponent is a whole number."""
     return float(m_depth ** int(exponent) if exponent.denominator == 1 else float(m_depth) ** float(exponent))
 
 
@@ -278,6 +278,18 @@ def table() -> list[list[str]]:
     rules = TABLE_1
     header = ["what", *(rule.title for rule in rules), "source"]
     return [header, *([what, *map(entry, rules), source] for what, entry, source in lines)]
+
+
+def short_table() -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Table 1 for Adam's family under SP, muP and SmuPar, as narrow as a terminal: header, and rows with their roles."""
+    (_, *titles, _), *rows = table()
+    kept = [titles.index(rule.title) for rule in (SP, MUP, SMUPAR)]
+    found = []
+    for name, *cells in rows:
+        if "(SGD" not in name and "(Muon" not in name:
+            role, quantity = name.removesuffix(" (Adam family)").removesuffix(" variance").rsplit(maxsplit=1)
+            found.append((role.rstrip(","), [quantity, *(cells[column] for column in kept)]))
+    return ["", *(titles[column] for column in kept)], found
 
 
 def depth_table() -> list[list[str]]:

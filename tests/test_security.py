@@ -124,7 +124,7 @@ def test_codes_for_the_terminal_are_not_printed(run, tmp_path, capsys):
         with pytest.raises(SystemExit):
             main(command.split())
     said = capsys.readouterr()
-    assert "summary.json is of another run ( ]0;evil )" in said.out
+    assert "summary.json belongs to another run ( ]0;evil )" in said.out
     assert not {"\x1b", "\x07"} & {*said.out, *said.err}
 
 

@@ -1,9 +1,9 @@
-"""Tokens per second of a GPT that generates, dense and without its zeros.
+"""Measures how many tokens per second a GPT generates, dense and without its zeros.
 
-All sides take turns in one process. Weights are random, and masks are those of smupar. transformers' own ``generate`` runs a
-Llama with the same width, depth, heads and zeros, since it has no model like the built-in GPT. The floor is the time of reading
-weights, indices, keys and values once for each token at the speed of memory, or of two FLOPs for each non-zero and text. What
-fits into the processor's last cache can be faster.
+All sides take turns in one process. Weights are random, and masks are smupar's. transformers' own ``generate`` runs a Llama
+with the same width, depth, heads and zeros, since it has no model like the built-in GPT. The floor is the time to read weights,
+indices, keys and values once per token at the speed of memory, or if that is longer, the time of two FLOPs per non-zero and
+text. Data that fits into the processor's last cache can be faster.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import json
 import math
-import platform
 import statistics
 import time
 import warnings
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from smupar.bench.facts import hardware
 from smupar.bench.sparse.rows import Machine, measure_machine
 from smupar.execute.sparse.convert import sparsify_storage
 from smupar.execute.sparse.packed import PACKED, PackedLinear, pack
@@ -41,7 +41,7 @@ from smupar.plan.settings import refuse
 
 _PROMPT = 64  # tokens
 _BASELINE = "dense bf16"
-Run = Callable[[int], "Took"]  # generates that many tokens of every text, and one before them
+Run = Callable[[int], "Took"]  # generates this many tokens of every text, after a first one
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Speed:
     threads: int
     median: float  # seconds per token of every text
     fastest: float
-    speed: float  # median of dense bf16 divided by ours, in the same rounds
+    speed: float  # median time of dense bf16 divided by this side's, in the same rounds
     fastest_speed: float
-    cpu: float  # least seconds of all threads; 0 on a GPU
+    cpu: float  # lowest time of all threads together, per token; 0 on a GPU
     num_bytes: int  # weights and indices of the whole model
     floor: float  # seconds
 
@@ -74,9 +74,9 @@ def bench_generate(
     batches: tuple[int, ...] = (1, 32),
     tokens: int = 16,
 ) -> str:
-    """Measures decoding. By default a GPT of 8 layers and width 1024 on a CPU, of 4 layers and width 4096 on a GPU.
+    """Measures decoding. The default is a GPT of 8 layers and width 1024 on a CPU, and of 4 layers and width 4096 on a GPU.
 
-    out   folder for generate.json, which grows with each case; a case that it has is not measured again
+    out   folder for generate.json, which gets each case when it is done; cases that it already has are not measured again
     """
     on_gpu = torch.cuda.is_available() if device is None else device == "cuda"
     refuse(on_gpu and not torch.cuda.is_available(), "there is no NVIDIA GPU here: leave out --device, or pass cpu")
@@ -111,7 +111,7 @@ def _case(
             seconds[side].append(took.wall / tokens)
             cpu[side] = min(cpu[side], took.cpu / tokens)
     base, rows = seconds[_BASELINE], []
-    cache = 2 * config.depth * config.width * batch * (_PROMPT + tokens / 2)  # numbers that a step reads on average
+    cache = 2 * config.depth * config.width * batch * (_PROMPT + tokens / 2)  # keys and values that a step reads on average
     for side, (model, _) in sides.items():
         walls, size = seconds[side], _num_bytes(model)
         num_bytes = size + cache * (2 if "bf16" in side else 4)
@@ -131,10 +131,10 @@ def _case(
 def _sides(
     config: ModelConfig, density: float, batch: int, device: torch.device
 ) -> Iterator[tuple[str, tuple[nn.Module, Run]]]:
-    """The sides by name: each with its model and the function that generates."""
+    """Name of each side -> its model, and the function that generates."""
     prompt = torch.randint(config.vocab_size, (batch, _PROMPT), generator=torch.Generator().manual_seed(0)).to(device)
     run = RunConfig(model=config, base_width=min(256, config.width), sparsity=1 - density)
-    with warnings.catch_warnings(action="ignore"):  # few weights per neuron are meant here
+    with warnings.catch_warnings(action="ignore"):  # few weights per neuron are intended here
         model, plan = build(run)
     plain = GPT(replace(config, tied=False)).eval()
     plain.load_state_dict(folded(model), assign=True)
@@ -163,7 +163,7 @@ class Took:
     """The time of some tokens after the first."""
 
     wall: float  # seconds
-    cpu: float  # seconds of all threads of the process, which other jobs hardly change
+    cpu: float  # seconds of all threads together, which other jobs hardly change
 
 
 @torch.no_grad()
@@ -181,7 +181,7 @@ def _generate(model: Any, prompt: Tensor, num: int) -> Took:
     clock = _Clock(prompt)
     options = {"max_new_tokens": num + 1, "min_new_tokens": num + 1, "do_sample": False, "pad_token_id": 0}
     alone = len(prompt) == 1
-    if not alone:  # transformers shows one text at a time, so here the time of the prompt is part of it
+    if not alone:  # transformers streams only single texts, so here the time includes the prompt
         clock.put(prompt)
     shown = _Streamer(clock) if alone else None
     model.generate(prompt, attention_mask=torch.ones_like(prompt), streamer=shown, **options)
@@ -191,7 +191,7 @@ def _generate(model: Any, prompt: Tensor, num: int) -> Took:
 
 
 class _Clock:
-    """Reads the time whenever tokens come. The first are the model's answer to the prompt, after which time counts."""
+    """Reads the time whenever tokens arrive. The first tokens follow from the prompt; time counts after them."""
 
     def __init__(self, like: Tensor) -> None:
         self.like = like
@@ -209,7 +209,7 @@ class _Clock:
 
 
 class _Streamer:
-    """What transformers shows tokens to: the prompt first, which does not count."""
+    """Receives tokens from transformers. The prompt comes first and does not count."""
 
     def __init__(self, clock: _Clock) -> None:
         self.clock, self.is_prompt = clock, True
@@ -272,14 +272,14 @@ def _num_bytes(model: nn.Module) -> int:
 
 
 def _num_kept(model: nn.Module) -> int:
-    """Non-zeros that a token is multiplied by: what is stored, for the dense sides with zeros, without the embedding."""
+    """The number of stored weights that a token is multiplied by, without the embedding. In dense layers zeros are included."""
     packed = sum(module.num_kept for module in model.modules() if isinstance(module, PackedLinear))
     embeddings = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Embedding))
     return packed + sum(parameter.numel() for parameter in model.parameters()) - embeddings
 
 
 def _memory(machine: Machine, device: torch.device) -> Machine:
-    """The machine with the speed of reading memory, if that is faster than copying."""
+    """The machine with its speed of reading memory, if that is higher than the speed of copying."""
     if device.type == "cuda":
         return machine
     big = torch.ones(2**26)
@@ -287,19 +287,12 @@ def _memory(machine: Machine, device: torch.device) -> Machine:
 
 
 def _facts(device: torch.device) -> dict[str, Any]:
-    name = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU {_processor()}"
     versions: dict[str, str] = {"torch": str(torch.__version__)}
     with suppress(ImportError):  # the other sides need no transformers
         import transformers
 
         versions["transformers"] = transformers.__version__
-    return {"hardware": name, "threads": torch.get_num_threads(), **versions}
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8", errors="replace").splitlines() if info.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
+    return {"hardware": hardware(device), "threads": torch.get_num_threads(), **versions}
 
 
 def _read(out: str | None) -> list[Speed]:

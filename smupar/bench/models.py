@@ -1,5 +1,4 @@
-"""Benchmarks of complete models. All variants are measured in one run and reported as ratios. Benchmarks assert nothing; tests
-do."""
+"""Benchmarks of complete models. All variants are measured in one run and reported as ratios. Benchmarks assert nothing."""
 
 from __future__ import annotations
 
@@ -18,14 +17,17 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from smupar.bench.attention import bench_attention
+from smupar.bench.facts import random_text
 from smupar.bench.generate import bench_generate
 from smupar.bench.sparse.run import bench_sparse
+from smupar.bench.storage import bench_storage
 from smupar.execute.compiler_cache import guard_compiler_cache
 from smupar.execute.timing import Call, best_of, in_turns, seconds_of
 from smupar.lm.config.presets import gpt_610m
 from smupar.lm.config.run import Execution, ModelConfig, RunConfig
 from smupar.lm.data import batches as data
-from smupar.lm.data.shards import TokenizerInfo, Tokens, open_tokens, write_tokens
+from smupar.lm.data.shards import TokenizerInfo, open_tokens, write_tokens
 from smupar.lm.model.cost import peak_flops
 from smupar.lm.model.gpt import GPT, on_meta, plan_on_meta, use_flex_attention
 from smupar.lm.run.distributed import World, pick_device
@@ -42,7 +44,7 @@ _BASE_WIDTH = 256
 
 def bench_parameterize(*, repeats: int = 3, model: ModelConfig = _610M, planned: ModelConfig = _70B) -> str:
     """Times parameterize on a 610M-parameter GPT against ``normal_`` of the same tensors, and a plan for a 70B GPT."""
-    about_plan = _bench_plan(planned)  # first, so that its memory shows in the process's peak
+    about_plan = _bench_plan(planned)  # first, so that its memory shows in the peak of the process
     densities = (1.0, 0.5, 0.0625)
     plain, ours = math.inf, dict.fromkeys(densities, math.inf)
     extra_bytes = {}
@@ -113,7 +115,7 @@ def bench_train(*, repeats: int = 3, run: RunConfig | None = None, micro_batch: 
 
 
 def _large_run(run: RunConfig | None, micro_batch: int) -> tuple[torch.device, RunConfig, Execution]:
-    """The device, the run at sparsity 0.75 (by default the 610M model), and its execution in two micro-batches."""
+    """The device, the run at sparsity 0.75 (by default the 610M model), and its execution with two micro-batches."""
     device = pick_device("auto")
     refuse(
         run is None and device.type != "cuda",
@@ -124,7 +126,7 @@ def _large_run(run: RunConfig | None, micro_batch: int) -> tuple[torch.device, R
 
 
 def _smupar_step(config: RunConfig, how: Execution, device: torch.device) -> Call:
-    return partial(Stepper(config, how, World(0, 1, device, "ddp"), _random_text(config)).step, 0)
+    return partial(Stepper(config, how, World(0, 1, device, "ddp"), random_text(config)).step, 0)
 
 
 def _plain_step(config: RunConfig, how: Execution, device: torch.device) -> Call:
@@ -143,7 +145,7 @@ def _plain_step(config: RunConfig, how: Execution, device: torch.device) -> Call
     loss_fn = torch.compile(next_token_loss, dynamic=False) if on_gpu else next_token_loss
     if on_gpu and config.model.positions == "alibi":
         use_flex_attention(model, config.seq_len)
-    text = _random_text(config).train
+    text = random_text(config).train
 
     def step() -> None:
         both = data.batch(text, seed=0, step=0, batch_size=config.batch_size, seq_len=config.seq_len, to=lambda t: t.to(device))
@@ -161,19 +163,13 @@ def _plain_step(config: RunConfig, how: Execution, device: torch.device) -> Call
 def _compare(
     sides: Mapping[str, Call], repeats: int, num_steps: int, device: torch.device, *, warm_up: int
 ) -> tuple[dict[str, float], int]:
-    """Median seconds of a step for each side, after steps that compile and warm up. Also returns by how many bytes the GPU's
-    peak memory grew during the measurement."""
+    """The median seconds of a step of each side, after steps that compile and warm up, and by how many bytes the GPU's peak
+    memory grew during the measurement."""
     for step in sides.values():
         seconds_of(step, warm_up, device)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
     seconds = in_turns(sides, repeats, lambda _, step: seconds_of(step, num_steps, device))
     return seconds, torch.cuda.max_memory_allocated(device) - peak if device.type == "cuda" else 0
-
-
-def _random_text(config: RunConfig) -> data.Corpus:
-    drawn = np.random.default_rng(0).integers(config.model.vocab_size, size=4 * config.batch_size * config.seq_len)
-    part = Tokens([drawn.astype(np.uint32)])
-    return data.Corpus(part, part, data.CorpusFacts("random", len(part), "", 0, {}), None)
 
 
 def _device_name(device: torch.device) -> str:
@@ -234,7 +230,7 @@ def bench_sweep(*, repeats: int = 3, cases: Sequence[tuple[int, int]] = _CASES, 
             seq_len=256,
             batch_size=tokens // 256,
         )
-        text, count = _random_text(run), {256: 64, 512: 32, 1024: 16}.get(width, 8)
+        text, count = random_text(run), {256: 64, 512: 32, 1024: 16}.get(width, 8)
         runs = [replace(run, lr=run.lr * 2 ** (-number / count)) for number in range(count)]
         sides: dict[str, Call] = {
             "plain": _plain_step(run, replace(how, micro_batch=run.batch_size), device),
@@ -280,4 +276,6 @@ BENCHES: dict[str, Callable[..., str]] = {
     "data": bench_data,
     "sparse": bench_sparse,
     "generate": bench_generate,
+    "attention": bench_attention,
+    "storage": bench_storage,  # of `bench train --storage`
 }

@@ -1,6 +1,6 @@
-"""The audit before step 0: compares a model and its optimizer with the plan, and names what differs and what to do.
+"""The audit before step 0: compares a model and its optimizer with the plan, and names every difference with its remedy.
 
-Everything is measured: init and density on the weights, forward factors by running the layer, and learning rates on the
+Everything is measured: init and density from the weights, forward factors by running the layer, and learning rates from the
 optimizer's groups.
 """
 
@@ -34,7 +34,7 @@ _SIGMAS = 6.0
 
 @dataclass(frozen=True)
 class Finding:
-    """One difference, as a line for the reader and as data for programs: the cause, the name, and the ratio to the plan."""
+    """One difference, as a line for people, and as data for programs: the cause, the name, and the ratio to the plan."""
 
     text: str
     cause: str
@@ -60,13 +60,14 @@ class AuditError(ValueError):
 def audit(
     model: nn.Module, plan: Plan, optimizer: Any = None, *, lr: float | None = None, trained: bool | None = None
 ) -> list[str]:
-    """Compares model and optimizer with the plan. Raises AuditError with every difference; returns what you still have to set.
+    """Compares model and optimizer with the plan. Raises AuditError with every difference. Returns the reminders that are still
+    open.
 
-    Call it before the first step. Once training has begun, the std of weights is not checked. The audit sees from the
-    optimizer's state and the guard whether training has begun, unless ``trained`` says so. With ``lr``, the base learning rate
-    is checked too; without it, only ratios between parameters are. ``optimizer`` may be a list.
+    Call it before the first step. Once training has begun, the std of weights is not checked; ``trained`` says whether it has,
+    and by default the optimizer's state and the guard show it. With ``lr``, the base learning rate is checked too; without it,
+    only ratios between parameters are. ``optimizer`` may be a list.
 
-    The audit leaves ``guard`` on the optimizers, to watch schedulers that are made later.
+    The audit calls ``guard`` on the optimizers, which then watches schedulers that are made later.
     """
     findings = differences(model, plan, optimizer, lr=lr, trained=trained)
     if findings:
@@ -79,7 +80,7 @@ def audit(
 
 
 def unsettled(model: nn.Module, plan: Plan) -> dict[str, str]:
-    """The plan's reminders. The attention scale is left out if the model shows that it is set."""
+    """The plan's open reminders, without the attention scale if the model shows that it is set."""
     seen = "attention_scale" in plan.pending and shows_scale(unwrapped(model), plan.attention_scale)
     return {name: text for name, text in plan.pending.items() if not (seen and name == "attention_scale")}
 
@@ -107,7 +108,7 @@ def differences(
 def _other_parameters(
     plan: Plan, parameters: dict[str, nn.Parameter], all_optimizers: list[torch.optim.Optimizer]
 ) -> Iterator[Finding]:
-    """Findings about parameters that only the plan or only the model has. Parameters in a group of the user's own are fine."""
+    """Findings about parameters that only the plan or only the model has. Parameters in the user's own groups are fine."""
     for row in plan:
         if row.name not in parameters:
             yield Finding(
@@ -139,7 +140,7 @@ def _weights(model: nn.Module, kept: ModelWeight, row: PlanRow, *, check_std: bo
     if row.masked and not kept.is_masked:
         yield Finding(f"{row.name!r} has no mask: call smupar.attach(model, plan)", "mask missing", row.name)
         return
-    if kept.is_masked:  # masked by the plan, or by a sparsifier
+    if kept.is_masked:  # by the plan, or by a sparsifier
         yield from _mask(model, kept, weight, row)
     if not bool(torch.isfinite(weight).all()):
         yield Finding(
@@ -196,15 +197,15 @@ def _std(kept: Tensor, row: PlanRow, planned: float) -> Iterator[Finding]:
     num_zero = size - int(torch.count_nonzero(kept))
     if planned > 0 and max(8, 1e-2 * size) < num_zero < size:
         yield Finding(
-            f"{row.name!r}: {num_zero} of its {size} kept weights are 0, as if masked a second time; "
-            "make it sparse through smupar alone",
+            f"{row.name!r}: {num_zero} of its {size} kept weights are 0, as if it was masked a second time; make it sparse "
+            "with smupar only",
             "mask density",
             row.name,
             1 - num_zero / size,
         )
         return
-    # Squares are summed in parts: a full copy in double precision would take twice the memory, and a long sum in single
-    # precision would be inaccurate.
+    # Squares are summed in parts: a copy in double precision would need twice the memory, and a long sum in single precision
+    # would be inaccurate.
     squares = torch.stack([part.double().square().sum() for part in kept.split(2**22)])
     measured = math.sqrt(squares.sum().item() / size)
     if abs(measured - planned) > planned * (_SIGMAS / math.sqrt(2 * size) + torch.finfo(kept.dtype).eps):
@@ -227,7 +228,8 @@ def _forward_factor(module: nn.Module, path: str, factor: float, row: PlanRow, d
         yield Finding(f"{layer} does not apply its forward factor {factor:.6g}: {remedy}", cause, path)
         return
     applied, tolerance = float(getattr(module, FACTOR)), 1e-6
-    if math.isclose(applied, factor, rel_tol=tolerance):  # otherwise .bfloat16() rounded the buffer, or it was changed
+    # a larger difference means that .bfloat16() rounded the buffer, or that somebody changed it
+    if math.isclose(applied, factor, rel_tol=tolerance):
         measured = _measured_factor(module)
         applied, tolerance = factor if measured is None else measured, max(1e-3, torch.finfo(dtype).eps)
     if not math.isclose(applied, factor, rel_tol=tolerance):
@@ -253,15 +255,15 @@ def _branch_factor(module: nn.Module, path: str, factor: float) -> Iterator[Find
 
 @torch.no_grad()
 def _measured_factor(module: nn.Module) -> float | None:
-    """The factor that the layer's hooks apply to a probe: to the input of a layer, or to the row that a lookup returns."""
+    """Measures the factor that a layer's hooks apply to its input, or to the row that a lookup returns."""
     kind = kind_of(module)
     weight = getattr(module, kind.weights, None)
     if not isinstance(weight, Tensor) or is_sharded(weight) or (kind.is_lookup and not is_plain_lookup(module)):
         return None
-    training, module.training = module.training, False  # a hook may add noise in training, which is not a factor
+    training, module.training = module.training, False  # a hook may add noise in training
     try:
         return _probe_lookup(module, weight) if kind.is_lookup else _probe_input(module, weight)
-    except Exception:  # a hook of the user's may need a real input: then the buffer's value has to be trusted
+    except Exception:  # a hook of the user may need a real input; then the buffer is trusted
         return None
     finally:
         module.training = training
@@ -275,12 +277,12 @@ def _probe_lookup(module: nn.Module, weight: Tensor) -> float | None:
 
 
 def _probe_input(module: nn.Module, weight: Tensor) -> float:
-    """The value to which the hooks before the forward pass change an input of 1."""
+    """The value of an input of 1 after the hooks before the forward pass."""
     seen: list[Tensor] = []
 
     def stop(_: nn.Module, args: tuple[Tensor, ...]) -> None:
         seen.append(args[0])
-        raise StopIteration  # the layer cannot compute an output from the probe
+        raise StopIteration  # stops here, since the layer cannot compute an output from the probe
 
     with module.register_forward_pre_hook(stop), suppress(StopIteration):
         module(torch.ones(1, dtype=weight.dtype, device=weight.device))
@@ -294,9 +296,9 @@ def _probe_input(module: nn.Module, weight: Tensor) -> float:
 class _Held:
     optimizer: torch.optim.Optimizer
     family: str
-    facts: OptimizerFacts  # facts about the family's optimizers: users may name the family of an optimizer of their own
-    planned: list[tuple[PlanRow, dict[str, Any]]]  # the parameters' rows in the plan, with their groups
-    is_masked: bool  # whether any of its parameters is masked
+    facts: OptimizerFacts  # facts about its family, which users may name for their own optimizer
+    planned: list[tuple[PlanRow, dict[str, Any]]]  # (row of the plan, group) of each parameter
+    is_masked: bool  # whether any parameter is masked
     lr: float | None
 
 
@@ -333,7 +335,7 @@ def _family(optimizer: torch.optim.Optimizer) -> str:
         labels = {str(group["family"]) for group in optimizer.param_groups if "family" in group}
         if len(labels) != 1 or not labels <= set(FAMILIES.values()) or facts_of(optimizer).no_rule:
             raise
-        return labels.pop()  # the user's own optimizer, whose family they named in param_groups
+        return labels.pop()  # an unknown optimizer, whose family the user named in param_groups
 
 
 def _ownership(parameters: dict[str, nn.Parameter], owners: Counter[str]) -> Iterator[Finding]:
@@ -347,15 +349,15 @@ def _ownership(parameters: dict[str, nn.Parameter], owners: Counter[str]) -> Ite
             )
         if owners[name] > 1:
             yield Finding(
-                f"{name!r} is in {owners[name]} groups, so each step would update it that often: "
-                "with two optimizers use param_groups(..., only='hidden') for one and only='rest' for the other",
+                f"{name!r} is in {owners[name]} groups, so it would be updated {owners[name]} times per step: with two "
+                "optimizers use param_groups(..., only='hidden') for one and only='rest' for the other",
                 "optimizer",
                 name,
             )
 
 
 def _learning_rates(held: _Held) -> Iterator[Finding]:
-    """The findings of the first check that finds something. Findings of later checks would only be its consequences."""
+    """The findings of the first check that has any. Later findings would only be its consequences."""
     yield from next(filter(None, (list(check(held)) for check in (_other_family, _not_hidden, _ratios, _rates))), [])
 
 
@@ -391,8 +393,8 @@ def _ratios(held: _Held) -> Iterator[Finding]:
 
 def _rates(held: _Held) -> Iterator[Finding]:
     ours = [(row, group) for row, group in held.planned if "lr_factor" in group]
-    # If some groups are ours, the rates of other groups are the user's choice. A scheduler stores the rate it started from as
-    # initial_lr, even while a warm-up holds lr at 0; OneCycleLR stores it as max_lr.
+    # If some groups come from param_groups, the rates of other groups are the user's choice. A scheduler stores its initial
+    # rate as initial_lr, even while a warm-up holds lr at 0; OneCycleLR stores it as max_lr.
     started = [
         (row.name, row.lr_factor(held.family), float(group.get("max_lr", group.get("initial_lr", group["lr"]))))
         for row, group in ours or held.planned
@@ -415,7 +417,7 @@ def _rates(held: _Held) -> Iterator[Finding]:
 
 
 def _unused_decay(held: _Held) -> Iterator[Finding]:
-    """Finds weight decay that was passed to the optimizer itself, where it has no effect, since every group has its own."""
+    """Finds weight decay that was passed to the optimizer itself. It has no effect, since every group has its own."""
     given = held.optimizer.defaults.get("weight_decay")
     default = inspect.signature(type(held.optimizer)).parameters.get("weight_decay")
     ours = [group for group in held.optimizer.param_groups if "lr_factor" in group]
@@ -424,8 +426,8 @@ def _unused_decay(held: _Held) -> Iterator[Finding]:
     used = [decay for group in ours for decay in (group["weight_decay"], group["weight_decay"] * group["lr_factor"])]
     if not any(math.isclose(given, decay, rel_tol=1e-6) for decay in used):
         yield Finding(
-            f"weight_decay={given:g} was given to {name_of(held.optimizer)}, where it has no effect, since every group has its "
-            "own: pass it to param_groups(..., weight_decay=...)",
+            f"weight_decay={given:g} was given to {name_of(held.optimizer)}, where it has no effect because every group has "
+            "its own: pass it to param_groups(..., weight_decay=...)",
             "optimizer",
         )
 

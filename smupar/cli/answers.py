@@ -1,7 +1,7 @@
-"""What commands answer. A command returns a ``Reply``, and ``main`` prints it: as lines for people, the verdict first and in
-colour, or as JSON for programs. Everything that is said on the way goes to standard error.
+"""The answers of commands. A command returns a ``Reply``, and ``main`` prints it: as lines for people, with the verdict first
+and in colour, or as JSON for programs. Progress and notes go to standard error.
 
-So every command that answers something has --json and --quiet, and no command implements them.
+So every command with an answer has --json and --quiet without implementing them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _INDENT = "  "
 
 
 class Told(NamedTuple):
-    """A line for people. ``lead`` comes first and has the colour of the tone; what is too long for a terminal is wrapped."""
+    """A line for people. ``lead`` comes first, in the colour of the tone. Long lines are wrapped to the terminal."""
 
     text: str
     lead: str = ""
@@ -35,18 +35,18 @@ class Told(NamedTuple):
 @dataclass(frozen=True)
 class Reply:
     lines: Sequence[Told]
-    values: Mapping[str, Any] | None = None  # for --json; None if this process has nothing to say, like a rank above 0
+    values: Mapping[str, Any] | None = None  # for --json; None if this process has no answer, like a rank above 0
     code: int = 0  # the exit code
-    pieces: Iterable[str] = ()  # text that is printed as it is made, in place of lines; in JSON it is "text"
+    pieces: Iterable[str] = ()  # text that is printed while it is made, instead of lines; in JSON it is "text"
 
 
 def table(text: str) -> list[Told]:
-    """Text whose columns are aligned."""
+    """The lines of an aligned table."""
     return [Told(line, is_table=True) for line in text.splitlines()]
 
 
 def cards(answers: Iterable[Answer]) -> list[Told]:
-    """A line for each card of a page: what came out, in the colour of its tone, and then why."""
+    """A line for each card of a page: the result in the colour of its tone, then the reason."""
     return [Told(" ".join(card["text"].split()), f"{card['name']} {card['value']}:".strip(), card["tone"]) for card in answers]
 
 
@@ -84,7 +84,7 @@ def _printed(line: Told) -> list[str]:
 
 
 def plain(value: Any) -> Any:
-    """The value as JSON can hold it: what is no number becomes null, exact fractions become numbers."""
+    """The value in a form that JSON can hold: NaN and infinity become null, exact fractions become numbers."""
     if isinstance(value, Mapping):
         return {str(name): plain(each) for name, each in value.items()}
     if is_dataclass(value) and not isinstance(value, type):

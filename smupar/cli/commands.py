@@ -1,8 +1,8 @@
-"""The commands, as plain functions. Those of studies are in studies.py, of ``smupar data`` in data.py, of ``smupar eval`` in
-evaluation.py.
+"""The commands, as plain functions. The commands of studies are in studies.py, those of ``smupar data`` in data.py, and those
+of ``smupar eval`` in evaluation.py.
 
-Each command imports what it needs when it runs, so that ``smupar --help`` is fast. What a command returns is printed by
-``main``, as text or as JSON.
+Each command imports what it needs when it runs, so that ``smupar --help`` is fast. ``main`` prints what a command returns, as
+text or as JSON.
 """
 
 from __future__ import annotations
@@ -38,10 +38,11 @@ _BASELINES = ("sp", "mup")
 _TONES: dict[str, Tone] = {"pass": "good", "fail": "bad"}
 
 
-def rules(markdown: bool = False) -> Reply:
+def rules(full: bool = False, markdown: bool = False) -> Reply:
     """Print Table 1: the init, learning rate and forward factor of every role under every rule.
 
     Args:
+        full: Print all rules, SGD, Muon, depth, and where each factor is from.
         markdown: Print Table 1 as the page docs/rules.md.
     """
     names, *rows = table_1.table()
@@ -51,16 +52,37 @@ def rules(markdown: bool = False) -> Reply:
     }
     if markdown:
         return Reply(table(table_1.markdown()), values)
-    return Reply([*table(aligned(table_1.table())), Told(""), *table(aligned(table_1.depth_table()))], values)
+    if full:
+        return Reply([*table(aligned(table_1.table())), Told(""), *table(aligned(table_1.depth_table()))], values)
+    return Reply(_short_rules(), values)
+
+
+def _short_rules() -> list[Told]:
+    """Table 1 with a heading for each role, and what its letters mean."""
+    header, rows = table_1.short_table()
+    title, *lines = aligned([header, *(row for _, row in rows)]).splitlines()
+    told, last = [_in_role(title)], ""
+    for (role, _), line in zip(rows, lines, strict=True):
+        told += ([] if role == last else [Told("", role)]) + [_in_role(line)]
+        last = role
+    meaning = (
+        "s^2: variance of the init; eta: learning rate; lambda: weight decay; m_in, m_out: inputs and outputs over the base "
+        "model's; m_rho: density over the base's. For Adam's family; --full has SGD, Muon, depth, ablations and sources."
+    )
+    return [*told, Told(""), Told(meaning)]
+
+
+def _in_role(line: str) -> Told:
+    return Told(line, indent="  ", is_table=True)
 
 
 def generate(config: Annotated[Typed, GenerateConfig]) -> Reply:
-    """Sample text from a trained model, and print it as it is generated."""
+    """Sample text from a trained model, and print it while it is generated."""
     with loading():
         from smupar.lm.use.generate import generate as sample
 
         pieces = sample(GenerateConfig(**config))
-        first = next(pieces)  # what is wrong with folder or prompt shows here
+        first = next(pieces)  # errors in folder or prompt are raised here
 
     def text() -> Iterator[str]:
         yield first
@@ -90,8 +112,8 @@ def export(config: Annotated[Typed, ExportConfig]) -> Reply:
 def check(config: Annotated[Typed, CheckConfig]) -> Reply:
     """Measure whether activations, gradients and updates of the GPT keep their size over width and sparsity.
 
-    With --whole-run 2000 it trains so many steps, and says whether updates keep their size until the end. Prints a verdict
-    with a diagnosis, and writes a picture, a page and JSON. Exits with 1 if the check does not pass.
+    With --whole-run 2000 it trains 2000 steps, and reports whether updates keep their size until the end. Prints a verdict with
+    a diagnosis, and writes a picture, a page and JSON. Exits with 1 if the check does not pass.
     """
     chosen = CheckConfig(**config)
     with loading():
@@ -112,7 +134,8 @@ def check(config: Annotated[Typed, CheckConfig]) -> Reply:
 
 
 def _verdict_lines(report: Report) -> list[Told]:
-    """The verdict of the rules under test and the reasons, then the baselines, whose reasons the page has."""
+    """The verdict of the rules under test with the reasons, then the verdicts of the baselines, whose reasons are on the
+    page."""
     under_test = [rule for rule in report.rules if rule not in _BASELINES] or report.rules
     lines = [Told("", "The check passes." if report.ok else "The check does not pass.", "good" if report.ok else "bad")]
     for rule in [*under_test, *(rule for rule in report.rules if rule not in under_test)]:
@@ -129,11 +152,13 @@ def _verdict_lines(report: Report) -> list[Told]:
 
 def bench(
     what: Annotated[
-        Literal["parameterize", "train", "updates", "sweep", "data", "sparse", "generate"], Arg("BENCH", positional=True)
+        Literal["parameterize", "train", "updates", "sweep", "data", "sparse", "generate", "attention"],
+        Arg("BENCH", positional=True),
     ],
     repeats: int = 3,
     out: str | None = None,
     device: Literal["cpu", "cuda"] | None = None,
+    storage: bool = False,
 ) -> Reply:
     """Measure time and memory of two or more variants, side by side in one run.
 
@@ -142,31 +167,35 @@ def bench(
             masks, compared with the same model without smupar, for causal attention and for ALiBi. updates: the 610M model on
             a GPU, with and without following a trace. sweep: many small models, one by one and stacked. data: how fast
             batches are read from shards. sparse: layers that keep only their non-zeros, compared with dense layers. generate:
-            tokens per second, dense, without zeros, and by transformers.
+            tokens per second: dense, without zeros, and with transformers. attention: stacks of models on a GPU, with fused
+            attention and without.
         repeats: Number of runs of each variant.
-        out: For sparse and generate: a folder for the numbers as JSON, and for the picture of sparse. If you run generate
-            again, it measures only what is missing.
-        device: For sparse and generate: cpu or cuda. Default: a GPU if there is one.
+        out: For sparse, generate and train --storage: a folder for the numbers as JSON, and for the picture of sparse. If you
+            run generate or train --storage again, it measures only the missing cases.
+        device: For sparse, generate and train --storage: cpu or cuda. Default: a GPU if there is one.
+        storage: For train: steps of complete GPTs that keep only their non-zeros, compared with dense ones.
     """
     refuse(not 1 <= repeats <= 10_000, f"--repeats must lie between 1 and 10,000, got {repeats}")
-    chooses = what in ("sparse", "generate")
-    refuse(out is not None and not chooses, f"--out is for bench sparse and generate, {what} writes no files: leave it out")
-    refuse(
-        device is not None and not chooses, f"--device is for bench sparse and generate, {what} runs where it can: leave it out"
-    )
+    refuse(storage and what != "train", f"--storage is for bench train, not for {what}: leave it out")
+    chooses, these = storage or what in ("sparse", "generate"), "bench sparse, generate and train --storage"
+    refuse(out is not None and not chooses, f"--out is for {these}; {what} writes no files: leave it out")
+    refuse(device is not None and not chooses, f"--device is for {these}; {what} chooses its device: leave it out")
     with loading():
         from smupar.bench.models import BENCHES
 
-    said = BENCHES[what](repeats=repeats, **{k: v for k, v in {"out": out, "device": device}.items() if v is not None})
+    said = BENCHES["storage" if storage else what](
+        repeats=repeats, **{k: v for k, v in {"out": out, "device": device}.items() if v is not None}
+    )
     return Reply(table(said), {"bench": what, "repeats": repeats, "lines": said.splitlines()})
 
 
 def plan(preset: Preset = "demo", /, *, config: Run, hps: str | None = None, full: bool = False) -> Reply:
-    """Print the plan of a GPT without building it: a summary by kind of layer, or every parameter. Takes seconds at any size.
+    """Print the plan of a GPT without building the model: a summary by kind of layer, or every parameter. Takes seconds at any
+    size.
 
     Args:
         preset: The configuration that flags change: demo, 610m, paper-610m or paper-iso.
-        hps: best.json of `smupar tune`, for init and alphas. It holds for any width and density.
+        hps: best.json of `smupar tune`, for init and alphas. It fits any width and density.
         full: Print every number of every parameter. --json always has them, for smupar.Plan.from_json.
     """
     run = resolve(RunConfig, request_of(config, preset, hps))
@@ -196,7 +225,7 @@ def train(
 
     Args:
         preset: The configuration that flags change: demo, 610m, paper-610m or paper-iso.
-        hps: best.json of `smupar tune`, for learning rate, init and alphas. It holds for any width and density.
+        hps: best.json of `smupar tune`, for learning rate, init and alphas. It fits any width and density.
         dry_run: Print parameters, FLOPs, memory and hours, and train nothing.
     """
     run = resolve_training(request_of(config, preset, hps), dry_run=dry_run, machine=machine)

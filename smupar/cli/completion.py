@@ -1,4 +1,4 @@
-"""Completion scripts for bash and zsh, made from the flags of all commands. They need no Python while one types."""
+"""Completion scripts for bash and zsh, made from the flags of all commands. They do not start Python."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHELLS = ("bash", "zsh")
 
 
 def script(shell: str, commands: Mapping[str, Command]) -> str:
-    """``commands`` by their words: "train", "data prepare"."""
+    """The script for a shell. ``commands`` maps words, such as "train" or "data prepare", to commands."""
     names = sorted({name.partition(" ")[0] for name in commands} | {"completion", "help"})
     lines = [
         f"# Completion of smupar for {shell}. Write it again after an update.",
@@ -42,7 +42,7 @@ def script(shell: str, commands: Mapping[str, Command]) -> str:
         "}",
         "complete -o default -F _smupar smupar",
     ]
-    if shell == "zsh":  # compdef must be in the first line of a file that zsh loads by itself
+    if shell == "zsh":  # zsh autoloads a file only if #compdef is in its first line
         lines.insert(0, lines.pop(1))
     return "\n".join(lines) + "\n"
 
@@ -60,7 +60,7 @@ def _words(name: str, command: Command, commands: Mapping[str, Command]) -> str:
 
 
 def _choices(commands: Mapping[str, Command]) -> list[str]:
-    """What may stand after flags that take one of few values."""
+    """The values of flags that take one of a few values."""
     return [
         f'    "{name} {flag.word}") words="{" ".join(flag.choices)}" ;;'
         for name, command in commands.items()

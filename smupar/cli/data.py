@@ -16,7 +16,7 @@ from smupar.lm.config.commands import PrepareConfig
 
 def data() -> None:
     """Turn text into tokens on disk, and check them."""
-    # This function exists for its help text only: its steps are commands.
+    # This function exists only for its help text, since its steps are commands.
 
 
 def prepare(config: Annotated[Typed, PrepareConfig]) -> Reply:
@@ -42,7 +42,7 @@ def prepare(config: Annotated[Typed, PrepareConfig]) -> Reply:
 
 
 def verify(folder: Folder) -> Reply:
-    """The same as `smupar verify`, for a folder of prepared text.
+    """Verify a folder of prepared text, like `smupar verify`.
 
     Args:
         folder: Folder made by `smupar data prepare`.

@@ -26,7 +26,7 @@ def describe() -> str:
 
 
 def _extras() -> dict[str, list[str]]:
-    """Packages of every extra, as pyproject.toml names them; empty if smupar runs from source without being installed."""
+    """The packages of every extra, by the names in pyproject.toml; empty if smupar runs from source without being installed."""
     extras: dict[str, list[str]] = {}
     try:
         lines = requires("smupar") or []

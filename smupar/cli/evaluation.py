@@ -53,12 +53,12 @@ def score(
     requests: str = "requests.jsonl",
     out: str = "scores.jsonl",
 ) -> Reply:
-    """Compute the loglikelihoods that a file asks for, without the harness. If interrupted, run the same command to resume.
+    """Compute the loglikelihoods for a file of requests, without the harness. If interrupted, run the same command to resume.
 
     Args:
         folder: Folder of a run, a checkpoint, an export, or a model that transformers reads.
         requests: File made by `smupar eval requests`.
-        out: File to append to. Scores that it already has are not computed again.
+        out: File to append scores to. Scores that it already has are not computed again.
     """
     with loading():
         from smupar.lm.use.score import score_file

@@ -1,9 +1,8 @@
 """Makes the flags of a command from its signature.
 
-A parameter with a plain type is a flag of its own; its sentence is in the docstring's Args. A parameter annotated with a
-configuration, such as ``config: Annotated[Typed, RunConfig]``, receives that configuration's flags: one for each field, also of
-nested configurations, with the field's docstring as its sentence. The command gets a dictionary of the fields that were typed.
-Help, completion and the parser all read these flags.
+A parameter of a plain type becomes one flag, described in the docstring's Args. A parameter annotated with a configuration,
+such as ``config: Annotated[Typed, RunConfig]``, becomes one flag for each field, also of nested configurations, described by
+the field's docstring; the command gets a dictionary of the typed fields. Help, completion and the parser all read these flags.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_orig
 
 from smupar.lm.config.run import default_of
 
-Typed: TypeAlias = dict[str, Any]  # maps the fields that the user typed to their values
+Typed: TypeAlias = dict[str, Any]  # field -> value, for the fields that the user typed
 
-# What stands for a value in help, where the type does not say enough.
+# Placeholders for values in help, where the type does not say enough.
 _METAVARS = {
     **dict.fromkeys(("folder", "folders", "data", "valid_data", "data_dir", "out", "publish"), "FOLDER"),
     **dict.fromkeys(("hps", "follow", "requests", "scores"), "FILE"),
@@ -43,7 +42,7 @@ _METAVARS = {
 }
 _BY_TYPE = {int: "N", float: "X", str: "NAME"}
 _KINDS = {int: "a whole number", float: "a number"}
-# Titles under which --help-all shows flags, by the first field of each part.
+# Titles of sections in --help-all, by the first field of each section.
 _SECTIONS = {
     "ModelConfig": {"width": "Model"},
     "RunConfig": {
@@ -61,24 +60,24 @@ _SECTIONS = {
 
 @dataclass(frozen=True)
 class Arg:
-    """How a parameter of a command is typed, where its type and name do not say it."""
+    """How a parameter of a command is typed, if its type and name do not say it."""
 
     metavar: str = ""
     positional: bool = False
-    default: str | None = None  # what help shows as the default
+    default: str | None = None  # default to show in help
 
 
 @dataclass(frozen=True)
 class Flag:
     """One flag, or a positional argument."""
 
-    name: str  # of the field
-    parameter: str  # of the command: its own, or that of the configuration
+    name: str  # name of the field
+    parameter: str  # parameter of the command: the flag's own, or the configuration's
     section: str
     hint: Any  # the type of its value
     sentence: str
     metavar: str
-    default: str  # as one would type it; "" if there is none
+    default: str  # as a user would type it; "" if there is none
     is_positional: bool = False
     is_required: bool = False
 
@@ -92,17 +91,17 @@ class Flag:
 
     @property
     def turns_off(self) -> bool:
-        """Whether a switch is not off unless it is typed, so that one may want to turn it off."""
+        """Whether a switch is on, or decided later, by default, so that users may want to turn it off."""
         return self.is_switch and self.default != "False"
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values that it can take; empty if there are many."""
+        """The allowed values; empty if there are many."""
         return tuple(str(choice) for choice in get_args(_inner(self.hint))) if get_origin(_inner(self.hint)) is Literal else ()
 
     @property
     def num_values(self) -> int | str | None:
-        """How many words it takes, as argparse says it: None for one."""
+        """The number of words that it takes, in argparse's notation: None for one."""
         inner = _inner(self.hint)
         if get_origin(inner) is not tuple:
             return "?" if self.is_positional and not self.is_required else None
@@ -110,7 +109,7 @@ class Flag:
 
     @property
     def usage(self) -> str:
-        """How it is typed: --width WIDTH, --[no-]tied, FOLDER."""
+        """The way to type it: --width WIDTH, --[no-]tied, FOLDER."""
         if self.is_switch:
             return f"--[no-]{self.word[2:]}" if self.turns_off else self.word
         value = "{" + ",".join(self.choices) + "}" if self.choices else self.metavar
@@ -124,7 +123,7 @@ class Flag:
         return f"{self.word} {value}"
 
     def value_of(self, word: str) -> Any:
-        """A typed word as a value. Raises ValueError with what was expected."""
+        """Converts a typed word to a value. Raises ValueError with what was expected."""
         inner = _inner(self.hint)
         kind = get_args(inner)[0] if get_origin(inner) is tuple else inner
         if self.choices:
@@ -200,7 +199,7 @@ def _metavar(name: str, hint: Any) -> str:
 
 
 def _words(value: Any) -> str:
-    """A value as a user would type it; "" for None, whose meaning the sentence tells."""
+    """A value as a user would type it; "" for None, which the flag's description explains."""
     if value is None or value == ():
         return ""
     parts: Sequence[Any] = value if isinstance(value, tuple) else (value,)
@@ -208,13 +207,13 @@ def _words(value: Any) -> str:
 
 
 def summary_of(command: Callable[..., Any]) -> str:
-    """What a command does: its docstring without the Args."""
+    """The description of a command: its docstring without the Args."""
     return inspect.cleandoc(command.__doc__ or "").partition("\nArgs:")[0].strip()
 
 
 @lru_cache
 def _docs_of_parameters(command: Callable[..., Any]) -> dict[str, str]:
-    """Maps a parameter to its sentence in the docstring's Args."""
+    """Maps each parameter to its description in the docstring's Args."""
     text = inspect.cleandoc(command.__doc__ or "").partition("\nArgs:\n")[2]
     found = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", text, re.MULTILINE)
     return {name: " ".join(sentence.split()) for name, sentence in found}

@@ -13,9 +13,9 @@ from smupar.cli.parser import Command
 from smupar.output.terminal import columns, painted, wrapped
 
 _MOST_COLUMNS, _LEAST_FOR_TWO, _LEFT = 100, 60, 24
-_FEW = 14  # a command with no more flags shows all of them
+_FEW = 14  # a command with at most this many flags shows all of them
 
-# The flags of long commands that --help shows. Names that a command does not have do not matter.
+# The flags that --help shows for long commands. Names that a command lacks are ignored.
 _MAIN = {
     "plan": "width depth base_width sparsity pattern allocation rule init_std optimizer data hps full",
     "train": "width depth sparsity pattern rule lr steps batch_size data hps out dry_run",
@@ -25,9 +25,9 @@ _MAIN = {
     "transfer": "axis values rules sparsities widths base_width seeds steps data engine out dry_run",
     "reproduce": "scale data weight_decay clip engine device out publish list settings dry_run",
 }
-# Flags of transfer and tune that they set themselves. Typing one is refused, with the flag to use instead.
+# Flags that transfer and tune set themselves. If typed, they are refused, with the flag to use instead.
 HIDDEN = {
-    "transfer": ("width", "sparsity", "rule", "correction", "follow", "record"),
+    "transfer": ("width", "sparsity", "rule", "correction", "follow", "record", "law"),
     "tune": ("lr", "init_std", "alpha_input", "alpha_output"),
 }
 # The commands as `smupar --help` shows them.
@@ -37,24 +37,33 @@ _PARTS = {
     "Studies": ("sweep", "tune", "transfer", "reproduce"),
     "Look": ("watch", "report", "verify", "bench"),
 }
+# What to type first.
+_FIRST = {
+    "smupar transfer": "Does a learning rate hold from a small dense model to wide sparse ones? Minutes to an hour on a CPU; "
+    "--dry-run says how long.",
+    "smupar watch runs": "Watch it in a browser, from another terminal.",
+}
 _ABOUT = "Tune a small dense model, then train wide sparse ones with the same hyperparameters."
 
 
 def hidden_words(name: str) -> set[str]:
-    """The flags that no help, suggestion or completion of a command names."""
+    """The flags of a command that help, suggestions and completion leave out."""
     return {"--" + flag.replace("_", "-") for flag in HIDDEN.get(name, ())}
 
 
 def visible(name: str, flags: Iterable[Flag], more: Iterable[str] = ()) -> list[Flag]:
-    """The flags that a command may take; not those that it sets itself, nor ``more``."""
+    """The flags of a command without those that it sets itself, and without ``more``."""
     return [flag for flag in flags if flag.name not in (*HIDDEN.get(name, ()), *more)]
 
 
 def show_commands(commands: Mapping[str, Command], out: TextIO | None = None) -> None:
-    """What ``smupar --help`` prints."""
+    """Prints the help of ``smupar --help``."""
     page = _Page(out or sys.stdout)
     page.usage("smupar COMMAND [flags]")
     page.paragraphs(_ABOUT)
+    page.title("Start here")
+    for command, text in _FIRST.items():
+        page.entry(command, text)
     for title, names in _PARTS.items():
         page.title(title)
         for name in names:
@@ -77,7 +86,7 @@ def show(
     hides: Iterable[str] = (),
     out: TextIO | None = None,
 ) -> None:
-    """What ``smupar NAME --help`` prints. ``steps`` are commands below this one, ``answers`` says whether it takes --json."""
+    """Prints the help of ``smupar NAME --help``. ``steps`` are subcommands; ``answers`` says whether it takes --json."""
     page, flags = _Page(out or sys.stdout), visible(name, flags_of(command, shown), hides)
     positional, options = [f for f in flags if f.is_positional], [f for f in flags if not f.is_positional]
     words = [flag.usage for flag in positional]
@@ -99,8 +108,8 @@ def show(
             page.flag(flag)
     page.title("Always")
     if answers:
-        page.entry("--json", "Print the answer as JSON on standard output, and nothing else there.")
-        page.entry("-q, --quiet", "Print the answer alone: no progress, no notes but warnings.")
+        page.entry("--json", "Print only the answer on standard output, as JSON.")
+        page.entry("-q, --quiet", "Print only the answer and warnings: no progress, no notes.")
     page.entry("-h, --help", "Show this." if few else "Show the flags that matter.")
     if not few:
         page.entry("--help-all", f"Show all {len(options)} flags.")
@@ -121,12 +130,12 @@ def _sections(flags: Iterable[Flag]) -> list[tuple[str, list[Flag]]]:
 
 
 def _in_short(command: Command) -> str:
-    """What a command does, up to the first colon or full stop."""
+    """The description of a command up to its first colon or full stop."""
     return re.split(r"[:.](?:\s|$)", " ".join(summary_of(command).split()))[0] + "."
 
 
 class _Page:
-    """Lines of help, in two columns where the terminal is wide enough."""
+    """Lines of help, in two columns if the terminal is wide enough."""
 
     def __init__(self, out: TextIO) -> None:
         self.out, self.width, self.lines = out, columns(out, most=_MOST_COLUMNS), list[str]()

@@ -1,4 +1,4 @@
-"""Loading what a command needs, which takes seconds for PyTorch."""
+"""Shows that PyTorch, or something else that takes seconds, is being loaded."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from smupar.output.progress import waiting
 
 @contextlib.contextmanager
 def loading(what: str = "loading PyTorch") -> Iterator[None]:
-    """Shows on a terminal that something is loaded. Ctrl-C ends the process at once: libraries that are interrupted while they
-    are imported go on in pieces, or with errors of their own. There is nothing to save yet."""
-    is_main = int(os.environ.get("RANK", 0)) == 0  # of the ranks of torchrun, which share a terminal
+    """Shows on a terminal that something is being loaded. Ctrl-C ends the process at once, since libraries that are interrupted
+    during their import may be left half loaded, and there is nothing to save yet."""
+    is_main = int(os.environ.get("RANK", 0)) == 0  # ranks of torchrun share a terminal
     with handled({signal.SIGINT: _leave}), waiting(what) if is_main else contextlib.nullcontext():
         yield
 

@@ -1,5 +1,5 @@
-"""The command line: parses argv into the call of a command, makes the call, and prints its answer. Some defaults depend on
-other flags, so ``--help`` shows the defaults for the flags that were typed with it.
+"""The command line: parses argv into the call of a command, makes the call, and prints the answer. Some defaults depend on
+other flags, so ``--help`` shows the defaults that hold for the flags typed beside it.
 
 Exit codes, as in docs/command-line.md: 0 success; 1 a check or claim does not hold, or a file is damaged; 2 bad input, or out
 of memory or disk (one line names the problem and the remedy); 3 a run diverged; 130 interrupted; 141 the reader of the output
@@ -26,7 +26,7 @@ from smupar.cli.resolve import Request, start
 from smupar.lm.config.run import RunConfig
 from smupar.output.files import sentence_of
 from smupar.output.json_files import printable_lines
-from smupar.output.terminal import make_streams_safe
+from smupar.output.terminal import columns, is_terminal, make_streams_safe, wrapped
 from smupar.plan.settings import refuse
 from smupar.study.config import TransferConfig, TuneConfig
 
@@ -53,7 +53,7 @@ COMMANDS: dict[str, Command] = {
     "eval score": evaluation.score,
     "eval table": evaluation.table,
 }
-# Commands whose defaults depend on other flags, with their configuration.
+# Configurations of the commands whose defaults depend on other flags.
 _STARTS: dict[str, type[Any]] = {
     "plan": RunConfig,
     "train": RunConfig,
@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> None:
     make_streams_safe()
     try:
         code = _run(argv)
-        sys.stdout.flush()  # here, so that a closed pipe is seen
+        sys.stdout.flush()  # inside the try, so that a closed pipe is caught
     except BrokenPipeError:  # the reader closed the pipe, as in `smupar ... | head`
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def _run(argv: list[str]) -> int:
-    """Does what argv asks for. Returns the exit code."""
+    """Runs the command in argv. Returns the exit code."""
     if argv[:1] == ["help"]:
         argv = [*argv[1:], "--help"]
     if argv in (["--version"], ["-V"]):
@@ -127,7 +127,7 @@ def _answer(call: Call) -> int:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Lets nothing be said but warnings."""
+    """Drops all output except warnings."""
     errors = sys.stderr
     with (
         Path(os.devnull).open("w", encoding="utf-8") as nowhere,
@@ -142,11 +142,12 @@ def _quiet() -> Iterator[None]:
 
 
 def _note(message: Warning | str, stream: TextIO) -> None:
-    _say(f"note: {message}", stream)
+    text = f"note: {message}"
+    _say("\n".join(wrapped(text, columns(stream) - len("smupar: "))) if is_terminal(stream) else text, stream)
 
 
 def _say(text: str, stream: TextIO) -> None:
-    """Prints a message for people. It may hold words of files that others wrote."""
+    """Prints a message for people, made safe since it may quote files that others wrote."""
     print(printable_lines(f"smupar: {text}"), file=stream, flush=True)
 
 
@@ -164,7 +165,7 @@ def _help(argv: list[str]) -> None:
     request = _request(name, rest) if name in _STARTS else Request()
     if kind := _STARTS.get(name):
         shown[kind] = start(kind, request)
-    # The field that a transfer study sweeps is none of its flags.
+    # The swept field of a transfer study has no flag of its own.
     hides = [request.fields.get("axis", TransferConfig.axis)] if name == "transfer" else []
     steps = {step.partition(" ")[2]: command for step, command in COMMANDS.items() if step.startswith(f"{name} ")}
     show_help(
@@ -173,12 +174,12 @@ def _help(argv: list[str]) -> None:
 
 
 def answers(name: str) -> bool:
-    """Whether a command answers something, so that it has --json and --quiet."""
+    """Whether a command has an answer, and so takes --json and --quiet."""
     return COMMANDS[name].__annotations__["return"] == "Reply"
 
 
 def _request(name: str, argv: list[str]) -> Request:
-    """The request that was typed besides --help; an empty request if it has a mistake."""
+    """The request typed beside --help; an empty one if it has a mistake."""
     if argv:
         with suppress(ValueError, OSError):
             run = parse_flags(name, COMMANDS[name], argv).run
@@ -188,7 +189,7 @@ def _request(name: str, argv: list[str]) -> Request:
 
 
 def split(argv: Sequence[str]) -> tuple[str, list[str]]:
-    """The name of the command with which argv begins, of one or two words, and what comes after it."""
+    """The name of the command at the start of argv, of one or two words, and the rest of argv."""
     for length in (2, 1):
         name = " ".join(argv[:length])
         if len(argv) >= length and name in COMMANDS:
@@ -198,6 +199,6 @@ def split(argv: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def parse(argv: Sequence[str], shown: Mapping[type, Any] | None = None) -> Call:
-    """The call that argv asks for. Raises ValueError with one line if argv has a mistake."""
+    """Parses argv into a call. Raises ValueError with one line if argv has a mistake."""
     name, rest = split(argv)
     return parse_flags(name, COMMANDS[name], rest, shown=shown, hidden=hidden_words(name))

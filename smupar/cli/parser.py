@@ -1,5 +1,5 @@
-"""Parses argv into the call of a command. The command is not called here, so that a mistake in argv ends before any work, and
-with one line that names the flag, what was expected, and the nearest known name."""
+"""Parses argv into the call of a command, without making the call. So a mistake in argv is reported before any work, in one
+line that names the flag, what was expected, and the nearest known name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALWAYS = ("--json", "--quiet", "--help", "--help-all")  # flags of every command
 
 @dataclass(frozen=True)
 class Call:
-    """A command with its arguments, and how it is to answer."""
+    """A command with its arguments, and the form of its answer."""
 
     name: str
     run: partial[Any]
@@ -31,13 +31,13 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         message = message.removeprefix("argument ").replace("the following arguments are required:", "missing:")
         message = message.replace(": takes", " takes").replace(": expected one argument", " needs a value")
-        raise ValueError(f"{message}: {self.prog} --help shows what it takes")
+        raise ValueError(f"{message}: see {self.prog} --help")
 
 
 def parse_flags(
     name: str, command: Command, argv: Sequence[str], *, shown: Mapping[type, Any] | None = None, hidden: Iterable[str] = ()
 ) -> Call:
-    """The call that argv, without the name of the command, asks for. ``hidden`` flags are parsed, but never suggested."""
+    """Parses argv, which lacks the name of the command, into a call. ``hidden`` flags are parsed but never suggested."""
     flags = flags_of(command, shown)
     words = [_dashed(word) for word in argv]
     _refuse_unknown(name, words, flags, hidden)
@@ -67,7 +67,7 @@ def _add(parser: argparse.ArgumentParser, flag: Flag, dest: str) -> None:
 
 
 def _call(name: str, command: Command, flags: Sequence[Flag], typed: Mapping[str, Any]) -> Call:
-    """The command with what was typed. Positional arguments that were left out have their defaults."""
+    """The call of the command with the typed values. Positional arguments that were left out get their defaults."""
     positional: list[Any] = []
     options: dict[str, Any] = {}
     for number, flag in enumerate(flags):
@@ -91,7 +91,7 @@ _LEFT_OUT = object()
 
 
 def _dashed(word: str) -> str:
-    """A flag that was typed with underscores, as in --no_tied, with dashes."""
+    """Turns underscores in a typed flag, as in --no_tied, into dashes."""
     if not word.startswith("--"):
         return word
     name, equals, value = word.partition("=")
@@ -112,6 +112,6 @@ def _refuse_unknown(name: str, words: Sequence[str], flags: Sequence[Flag], hidd
 
 
 def did_you_mean(typed: str, known: Iterable[str]) -> str:
-    """ ": did you mean ...?", or ":" if nothing is near."""
+    """ ": did you mean ...?", or ":" if no known name is close."""
     near = difflib.get_close_matches(typed, list(known), n=2, cutoff=0.6)
     return f": did you mean {' or '.join(near)}?" if near else ":"

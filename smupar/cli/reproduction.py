@@ -40,22 +40,23 @@ def reproduce(
     dry_run: bool = False,
 ) -> Reply:
     """Reproduce figures and tables of the paper: draw the picture, write the rows, and decide whether the paper's claim holds
-    here (exit code 1 if not).
+    here (if not, the exit code is 1).
 
     Args:
-        figures: fig06, tab01, ...; or all (tab02 is included only with --data-dir). Without one, they are listed.
+        figures: fig06, tab01, ...; or all (tab02 is included only with --data-dir). Without a name, they are listed.
         scale: cpu: minutes on two cores; small: minutes on one GPU; paper: as printed.
         data: Folder made by `smupar data prepare`. Default at scale cpu: the source of Python's standard library.
         data_dir: For tab02: folder with local copies of the tasks as JSONL. Default: the harness downloads its own.
         weight_decay: Weight decay of all runs. Published pages marked "without weight decay" used 0.
         clip: Largest allowed gradient norm in all runs. 0 turns clipping off.
-        out: Folder for results, and for runs, which figures share. If you run the command again, it runs only what is missing.
-        publish: Also write a page of results, its rows and its picture to this folder, as in docs/results. Runs that the folder
-            has rows of are not trained again.
+        out: Folder for results, and for the runs, which figures share. If you run the command again, it runs only what is
+             missing.
+        publish: Also write a page of results, its rows and its picture to this folder, as in docs/results. Runs with rows in
+                 this folder are not trained again.
         so_far: Train nothing: draw and judge the runs that have ended.
         list: List the figures and tables.
         settings: Print Table 4, and the settings of the smaller scales.
-        dry_run: Say what it would cost: runs, parameters, tokens, FLOPs, time and memory; and run nothing.
+        dry_run: Print the cost (runs, parameters, tokens, FLOPs, time and memory), and run nothing.
     """
     with loading():
         from smupar.paper import reproduce as paper

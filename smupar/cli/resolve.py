@@ -1,4 +1,4 @@
-"""Turns typed flags into a configuration. Its functions are pure, and are called once, after parsing.
+"""Turns typed flags into a configuration, in pure functions that are called once, after parsing.
 
 Tuned hyperparameters (``--hps``) override the preset, and flags override both. A flag that would have no effect is refused.
 """
@@ -26,6 +26,7 @@ _SET_BY_TRANSFER = {
     "correction": "compare --rules smupar (as in the paper) and moment",
     "follow": "a trace of the proxy is recorded and followed by --rules measured",
     "record": "a trace of the proxy is recorded and followed by --rules measured",
+    "law": "other laws are compared by `smupar reproduce controls`",
 }
 # Fields that have an effect only if another field has one of these values.
 _NEEDS = {
@@ -34,7 +35,7 @@ _NEEDS = {
         for name in ("mask_every", "mask_stop", "drop_fraction", "rounds", "correction")
     },
     "momentum": ("optimizer", names_with("momentum")),
-    "betas": ("optimizer", names_with("betas") + names_with("hidden_only")),  # then AdamW trains the rest
+    "betas": ("optimizer", names_with("betas") + names_with("hidden_only")),  # with muon, AdamW trains the rest
     "context": ("positions", ("learned",)),
 }
 
@@ -51,7 +52,7 @@ class Request:
 
 
 def start(kind: type[Kind], request: Request) -> Kind:
-    """The configuration before flags change it. Help shows its values as defaults."""
+    """The configuration before flags change it; help shows its values as defaults."""
     origin, values = _origin(kind, request)
     return changed(origin, values)
 
@@ -61,13 +62,13 @@ def resolve(kind: type[Kind], request: Request) -> Kind:
         _refuse_what_transfer_sets(request.fields)
     if kind is TuneConfig:
         for name in TUNED:
-            refuse(name in request.fields, f"tune has no use for {_flag(name)}: it is searched, in {_flag(name)}-range")
+            refuse(name in request.fields, f"tune does not take {_flag(name)}: it is searched, in {_flag(name)}-range")
     origin, values = _origin(kind, request)
     return changed(origin, {**values, **request.fields}).normalised
 
 
 def resolve_training(request: Request, *, dry_run: bool = False, machine: Mapping[str, Any] | None = None) -> RunConfig:
-    """The run to train. With ``dry_run``, ``machine`` may name the machine for which its cost is computed."""
+    """The run to train. With ``dry_run``, ``machine`` may describe the machine for the cost estimate."""
     preset_run, _ = _origin(RunConfig, request)
     _refuse_what_does_nothing(request.fields, preset_run)
     for name in machine or {}:
@@ -76,8 +77,8 @@ def resolve_training(request: Request, *, dry_run: bool = False, machine: Mappin
 
 
 def _origin(kind: type[Kind], request: Request) -> tuple[Kind, dict[str, Any]]:
-    """The preset for this rule and width, as a configuration of this kind, and the values that replace the preset's before
-    flags are applied."""
+    """The preset for this rule and width, as a configuration of this kind, and values that replace the preset's before flags
+    are applied."""
     typed, values = request.fields, dict[str, Any]()
     run = preset(request.preset, typed.get("rule", "smupar"), typed.get("width"))
     if request.vocab_size > run.model.vocab_size:
@@ -92,7 +93,7 @@ def _origin(kind: type[Kind], request: Request) -> tuple[Kind, dict[str, Any]]:
             )
         values |= request.hps
         if values.get("base_depth") == typed.get("depth", run.model.depth) and not typed.get("depths"):
-            values["base_depth"] = None  # factors are 1, so the run is that of a base depth that nobody names
+            values["base_depth"] = None  # all depth factors are 1, so the run gets the id of one without a base depth
     if issubclass(kind, RunConfig):
         return run, values
     if issubclass(kind, TransferConfig):
@@ -102,9 +103,9 @@ def _origin(kind: type[Kind], request: Request) -> tuple[Kind, dict[str, Any]]:
 
 
 def _refuse_what_transfer_sets(typed: Mapping[str, Any]) -> None:
-    swept = {typed.get("axis", "lr"): "it is the swept field, name its values with --values"}
+    swept = {typed.get("axis", "lr"): "it is the swept field, give its values with --values"}
     for name, remedy in (_SET_BY_TRANSFER | swept).items():
-        refuse(name in typed, f"transfer has no use for {_flag(name)}: {remedy}")
+        refuse(name in typed, f"transfer does not take {_flag(name)}: {remedy}")
 
 
 def _refuse_what_does_nothing(typed: Mapping[str, Any], before: RunConfig) -> None:

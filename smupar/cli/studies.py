@@ -1,4 +1,4 @@
-"""The commands of studies: sweep, tune, transfer; and those that look at what is on disk: watch, report, verify."""
+"""The commands of studies (sweep, tune, transfer), and those that read folders (watch, report, verify)."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def sweep(
     An axis is a field of a run and its values: smupar sweep lr=2^-10..2^-4 rule=sp,smupar sparsity=0,0.75
 
     Args:
-        axes: Any fields of a run, with values that are separated by commas, or a range of powers such as 2^-10..2^-4.
+        axes: Any fields of a run, with values separated by commas, or a range of powers such as 2^-10..2^-4.
         out: Folder of the study. If you run the command again, it runs only what is missing.
-        dry_run: Say how many runs there are, how long they take and how much memory they need, and run nothing.
+        dry_run: Print the number of runs, their time and their memory, and run nothing.
     """
     from smupar.study.space import parse_axes
 
@@ -68,7 +68,7 @@ def transfer(
     Args:
         out: Folder for picture.png, report.html and table.csv. If you run the command again, it runs only what is missing.
         hps: best.json of `smupar tune`, for the hyperparameters that are not swept.
-        dry_run: Say how many runs there are, how long they take and how much memory they need, and run nothing.
+        dry_run: Print the number of runs, their time and their memory, and run nothing.
     """
     resolved = resolve(TransferConfig, request_of(config, hps=hps))
 
@@ -87,7 +87,7 @@ def tune(config: Annotated[Typed, TuneConfig], how: Engine, out: str = "runs/tun
 
     Args:
         out: Folder of the study.
-        dry_run: Say how many runs there are, how long they take and how much memory they need, and run nothing.
+        dry_run: Print the number of runs, their time and their memory, and run nothing.
     """
     resolved = resolve(TuneConfig, request_of(config))
 
@@ -113,8 +113,8 @@ def _study(
     dry_run: bool,
     after: Callable[[Study], tuple[list[Told], dict[str, Any]]] | None = None,
 ) -> Reply:
-    """Runs the missing runs of a study and writes its report, or says what they would cost. The folder stays locked until
-    ``after`` and the report are done."""
+    """Executes the missing runs of a study and writes its report, or prints their cost. The folder stays locked until ``after``
+    and the report are done."""
     engine = EngineConfig(**how)
     with loading():
         from smupar.study.engines import run_study
@@ -134,7 +134,7 @@ def _study(
 
 
 def _lines(reported: Reported, own: list[Told] | None = None) -> list[Told]:
-    """What a study found: the answer, why, and what to doubt; then where it is."""
+    """The answer of a study: finding, reasons and doubts, then the files."""
     findings = reported.findings
     told = own or (cards(findings.answers) if findings.answers else [])
     why = findings.doubts if told else (findings.sentence,)
@@ -169,14 +169,14 @@ def watch(
 ) -> None:
     """Show studies, runs, checks, reproductions and traces on a local web page that fills in while they run.
 
-    Start it beside a running study, in another terminal: smupar watch runs/transfer. It shows the loss over the learning rate,
-    the optima and how far they moved, loss curves, what is running and the time left. A folder of folders (smupar watch runs)
-    shows everything below. It only reads, and it leaves nothing behind. On another machine: ssh -L 8765:localhost:8765 MACHINE.
+    Start it in another terminal while a study runs: smupar watch runs/transfer. It shows the loss over the learning rate, the
+    optima and how far they moved, loss curves, running runs and the time left. If you name a parent folder (smupar watch runs),
+    it shows everything below. It only reads, and writes no files. From another machine: ssh -L 8765:localhost:8765 MACHINE.
 
     Args:
         folders: Folders of studies, runs, checks or reproductions, or folders that hold some.
         host: Address to listen on. By default only this machine can see the page; 0.0.0.0 shows it to everyone in the network.
-        port: Port to listen on; 0: any that is free.
+        port: Port to listen on; 0: any free port.
     """
     from smupar.watch.server import watch as serve
 
@@ -186,11 +186,11 @@ def watch(
 def verify(folder: Folder) -> Reply:
     """Compare a run, study, checkpoint, export, trace or prepared text with its checksums, by reading all of it.
 
-    Prints a line for each part that is damaged or missing, and exits with 1 if there is one. Nothing is changed. A run whose
-    last checkpoint is damaged goes on from the one before; --from-step chooses an earlier one.
+    Prints a line for each part that is damaged or missing, and exits with 1 if there is one. Nothing is changed. If the last
+    checkpoint of a run is damaged, the run continues from the one before; --from-step chooses an earlier one.
 
     Args:
-        folder: Folder that smupar wrote; or the file of a trace.
+        folder: Folder that smupar wrote, or the file of a trace.
     """
     from pathlib import Path
 

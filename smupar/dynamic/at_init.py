@@ -38,11 +38,11 @@ def snip_masks(
     hidden = hidden_weights(model, plan)
     sparse = [name for name, weight in hidden.items() if not weight.stores_zeros]
     if sparse:
-        raise ValueError(f"{sparse[0]!r} keeps only its non-zeros: SNIP looks at a dense model")
+        raise ValueError(f"{sparse[0]!r} keeps only its non-zeros: SNIP needs a dense model")
     parameters = {name: weight.parameter for name, weight in hidden.items()}
     frozen = [name for name, parameter in parameters.items() if not parameter.requires_grad]
     if frozen:
-        raise ValueError(f"{frozen[0]!r} is frozen, and SNIP needs its gradient: freeze it after masks are found")
+        raise ValueError(f"{frozen[0]!r} is frozen, but SNIP needs its gradient: freeze it after the masks are made")
     sums = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
     num, buffers = 0, {name: buffer.clone() for name, buffer in model.named_buffers()}
     for batch in batches:
@@ -68,16 +68,16 @@ def _best_masks(
     choice("pool", pool, POOLS)
     hidden = hidden_weights(unwrapped(model), plan)
     shares = allocate(density, {name: plan[name].shape for name in hidden})
-    nums = {name: num_kept(name, plan[name].shape, shares[name]) for name in hidden}
+    num_to_keep = {name: num_kept(name, plan[name].shape, shares[name]) for name in hidden}
     scores = ((name, score(weight).flatten()[None]) for name, weight in hidden.items())
-    layers = ((name, size, torch.ones_like(size, dtype=torch.bool), [nums[name]]) for name, size in scores)
+    layers = ((name, size, torch.ones_like(size, dtype=torch.bool), [num_to_keep[name]]) for name, size in scores)
     masks = ranked(layers, pool, "raise the density, or use pool='layer'")
     return {name: mask.view(plan[name].shape) for name, mask in masks}
 
 
 @torch.no_grad()
 def fan_in_init(model: nn.Module, plan: Plan) -> None:
-    """Scales the weights of every neuron by its own number of inputs instead of the layer's mean, in place (Evci et al.). This
+    """Scales the weights of each neuron, in place, for its own number of inputs instead of the layer's mean (Evci et al.). This
     is for masks that leave neurons with very different numbers of inputs. If all have the same number, nothing changes."""
     for name, weight in hidden_weights(unwrapped(model), plan).items():
         if weight.is_masked:

@@ -1,7 +1,7 @@
-"""The methods of the literature, each a sparsifier with its policy: RigL, SET, GMP, IMP.
+"""The published methods RigL, SET, GMP and IMP, each a sparsifier with its policy.
 
-GMP and IMP prune, and the learning rate goes along. ``correction`` of both: "moment": the learning rate follows the density of
-the moment, by Table 1; init stays that of the first density. "fixed": init and learning rate of the last density from the
+GMP and IMP prune, and the learning rate follows the density by Table 1. Their ``correction`` is "moment": the learning rate
+always fits the current density, and the init the first one; or "fixed": init and learning rate fit the last density from the
 start, as in the paper.
 """
 
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from smupar.dynamic.policies import DropAndGrow, MaskGoal, Pruning, Rounds, Times, pruning_goal
+from smupar.dynamic.policies import DropAndGrow, MaskGoal, MoveSchedule, Pruning, Rounds, pruning_goal
 from smupar.dynamic.sparsifiers import Sparsifier
 from smupar.plan.allocations import Allocation
 from smupar.plan.plan import Plan
@@ -37,35 +37,35 @@ class _DropsAndGrows(Sparsifier):
     ) -> None:
         """
         stop            last step at which masks may move; 3/4 of the run is a good choice
-        drop_fraction   share of a layer's active weights that is dropped at first
+        drop_fraction   share of a layer's active weights that the first move drops
         every, start    masks move after steps ``start``, ``start + every`` and so on
-        decay           "cosine" and "linear" take drop_fraction to 0 until ``stop``; "constant" leaves it
+        decay           "cosine" and "linear" reduce drop_fraction to 0 until ``stop``; "constant" does not
         steps           length of the run; a ``stop`` after it is refused
-        restart_bias_correction  Adam's bias correction starts again for weights that are grown
+        restart_bias_correction  Adam's bias correction starts again for grown weights
         """
-        goal = MaskGoal(plan, DropAndGrow(Times(every, stop, start), self.grow, drop_fraction, decay))
+        goal = MaskGoal(plan, DropAndGrow(MoveSchedule(every, stop, start), self.grow, drop_fraction, decay))
         super().__init__(model, optimizer, goal, restart_bias_correction=restart_bias_correction, steps=steps)
 
 
 class RigL(_DropsAndGrows):
-    """Evci et al.: grows where the gradient of the dense network is largest."""
+    """RigL (Evci et al.): grows the weights with the largest dense gradients."""
 
     grow = "gradient"
 
 
 class SET(_DropsAndGrows):
-    """Mocanu et al.: grows at random."""
+    """SET (Mocanu et al.): grows weights at random."""
 
     grow = "random"
 
 
 class GMP(Sparsifier):
-    """Gradual magnitude pruning (Zhu and Gupta): the smallest weights go, along a curve, until ``density`` is reached.
-    Made before a checkpoint is loaded: it adds the masks that are in it.
+    """Gradual magnitude pruning (Zhu and Gupta): drops the smallest weights, along a curve, until ``density`` is reached.
+    Make it before you load a checkpoint, since it adds the masks that the checkpoint has.
 
-    density     at the end: a number, {"glob": number} or an allocation such as ``erk(1 / 16)``
-    pool        "layer": each layer its own number; "global": one ranking of all hidden weights
-    correction  "moment": learning rates of the density of the moment; "fixed": init and rates of the last from the start
+    density     final density: a number, {"glob": number} or an allocation such as ``erk(1 / 16)``
+    pool        "layer": ranks weights in each layer; "global": ranks all hidden weights together
+    correction  "moment": learning rates for the current density; "fixed": init and rates for the last density from the start
     """
 
     def __init__(
@@ -83,15 +83,15 @@ class GMP(Sparsifier):
         correction: str = "moment",
         steps: int | None = None,
     ) -> None:
-        policy = Pruning(Times(every, stop, start), curve, pool)
+        policy = Pruning(MoveSchedule(every, stop, start), curve, pool)
         super().__init__(model, optimizer, pruning_goal(plan, policy, density, correction), steps=steps)
 
 
 class IMP(Sparsifier):
-    """Iterative magnitude pruning with rewinding (Frankle et al.): train, prune, go back to the weights of step ``rewind``,
-    train again. ``every`` steps are a round; after the last pruning comes one more.
+    """Iterative magnitude pruning with rewinding (Frankle et al.): train, prune, rewind to the weights of step ``rewind``,
+    train again. A round has ``every`` steps; one more round follows the last pruning.
 
-    All parameters and running statistics go back, optimizers forget their steps; a schedule of yours should start again with
+    All parameters and running statistics are rewound, and optimizers forget their steps. Your own schedule should depend on
     ``round_step``.
     """
 
@@ -116,6 +116,6 @@ class IMP(Sparsifier):
 
     @property
     def round_step(self) -> int:
-        """Steps that the weights have been trained for: after a rewind it goes on from there."""
+        """The number of steps that the current weights have been trained; a rewind sets it back."""
         rounds = min(self.num_steps // self.policy.every, self.policy.rounds)
         return self.num_steps - rounds * self.policy.every + (self.policy.rewind if rounds else 0)

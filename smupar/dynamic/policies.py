@@ -1,7 +1,8 @@
-"""A policy decides when masks move and which weights they keep from then on, in one model or in a stack of many.
+"""A policy decides when masks move, and which weights they then keep, in one model or in a stack of many.
 
-``next_masks(weights, goals, done)`` of a policy gives the name and the new mask, (models, entries), of each weight in turn.
-``goals`` has the models that share the policy, by their number. ``done`` is the number of steps that the optimizer has made.
+A policy's ``next_masks(weights, goals, done)`` yields the name and the new mask, (models, entries), of each weight. ``goals``
+has the goals of the models that share the policy, by the model's number. ``done`` is the number of steps that the optimizer has
+made.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from smupar.plan.plan import Plan, PlanRow
 from smupar.plan.settings import choice, refuse
 from smupar.rules import get_rule
 
-# Share of the drop fraction that is left, over the progress of the schedule.
+# Progress of the schedule -> share of the drop fraction that is left.
 DECAYS: dict[str, Callable[[float], float]] = {
     "cosine": lambda progress: (1 + math.cos(math.pi * progress)) / 2,
     "linear": lambda progress: 1 - progress,
     "constant": lambda progress: 1.0,
 }
-# Share of the way from the first density to the last.
+# Progress of the schedule -> share of the way from the first density to the last.
 CURVES: dict[str, Callable[[float], float]] = {
     "cubic": lambda progress: 1 - (1 - progress) ** 3,
     "linear": lambda progress: progress,
@@ -41,8 +42,8 @@ POOLS = ("layer", "global")
 
 
 @dataclass(frozen=True)
-class Times:
-    """When masks move: every ``every`` steps of the optimizer, from ``start`` to ``stop``, both included."""
+class MoveSchedule:
+    """When masks move: every ``every`` steps of the optimizer, from ``start`` to ``stop`` inclusive."""
 
     every: int
     stop: int
@@ -66,15 +67,15 @@ class Times:
 
 
 def largest(score: Tensor, candidates: Tensor, num: Tensor) -> Tensor:
-    """``num[i]`` of the candidates of row i, or all where there are fewer: those with the largest scores, of equal ones the
-    first."""
+    """Marks in each row i the ``num[i]`` candidates with the largest scores, or all if there are fewer. The first of equal
+    scores wins."""
     order = score.masked_fill(~candidates, -math.inf).argsort(dim=1, descending=True, stable=True)
     chosen = torch.arange(score.shape[1], device=score.device) < num[:, None]
     return torch.zeros_like(candidates).scatter_(1, order, chosen).logical_and_(candidates)
 
 
 def random_scores(num: int, keys: Tensor) -> Tensor:
-    """A row of uniform numbers for each key. They are a hash of the position (splitmix64's finaliser), so they are the same on
+    """A row of uniform numbers for each key. They are hashes of the positions (splitmix64's finaliser), so they are the same on
     every device."""
     x = torch.arange(1, num + 1, device=keys.device)[None] * 0x1E3779B97F4A7C15 + keys[:, None]
     for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
@@ -91,10 +92,10 @@ def key_of(seed: int, done: int, name: str) -> int:
 
 @dataclass(frozen=True)
 class DropAndGrow:
-    """RigL and SET: drops the active weights of smallest magnitude and grows as many. Every weight that was not kept is a
-    candidate to grow, so a weight that was just dropped may come back."""
+    """RigL and SET: drops the active weights of smallest magnitude and grows as many. A weight that was just dropped is a
+    candidate to grow as well."""
 
-    times: Times
+    schedule: MoveSchedule
     grow: str
     drop_fraction: float = 0.3
     decay: str = "cosine"
@@ -103,7 +104,7 @@ class DropAndGrow:
         refuse(not 0 < self.drop_fraction < 1, f"drop_fraction must lie in (0, 1), got {self.drop_fraction}")
         choice("decay", self.decay, DECAYS)
         choice("grow", self.grow, ("gradient", "random"))
-        every, start, stop = self.times.every, self.times.start, self.times.stop
+        every, start, stop = self.schedule.every, self.schedule.start, self.schedule.stop
         refuse(
             start == 0 and every > stop,
             f"masks would never move: no multiple of every={every} lies between {start} and stop={stop}",
@@ -115,10 +116,10 @@ class DropAndGrow:
 
     @property
     def stop(self) -> int:
-        return self.times.stop
+        return self.schedule.stop
 
     def due(self, done: int) -> bool:
-        return self.times.due(done)
+        return self.schedule.due(done)
 
     def next_masks(
         self, weights: Mapping[str, Weight], goals: Mapping[int, MaskGoal], done: int
@@ -133,7 +134,7 @@ class DropAndGrow:
             yield name, self.moved(values, mask, score, done)
 
     def moved(self, weight: Tensor, mask: Tensor, grow_score: Tensor, done: int) -> Tensor:
-        share = self.drop_fraction * DECAYS[self.decay](self.times.progress(done))
+        share = self.drop_fraction * DECAYS[self.decay](self.schedule.progress(done))
         active = mask.sum(1)
         num = (share * active.double() + 0.5).long()
         kept = largest(weight.abs(), mask, active - num)
@@ -141,7 +142,7 @@ class DropAndGrow:
 
 
 class _KeepLargest:
-    """Keeps the weights of largest magnitude, as many as the density of a step says. ``pool`` is "layer" to rank weights in
+    """Keeps the weights of largest magnitude; the density of the step decides how many. ``pool`` is "layer" to rank weights in
     each layer, or "global" to rank all hidden weights together."""
 
     pool: str
@@ -153,19 +154,19 @@ class _KeepLargest:
     def next_masks(
         self, weights: Mapping[str, Weight], goals: Mapping[int, MaskGoal], done: int
     ) -> Iterator[tuple[str, Tensor]]:
-        def nums(name: str) -> list[int]:
+        def sizes(name: str) -> list[int]:
             rows = [(goal.plan[name], goal.last[name]) for goal in goals.values()]
             return [num_kept(name, row.shape, self.density(row.density, last, done)) for row, last in rows]
 
-        layers = ((name, *weight.rows(list(goals)), nums(name)) for name, weight in weights.items())
+        layers = ((name, *weight.rows(list(goals)), sizes(name)) for name, weight in weights.items())
         return ranked(layers, self.pool, "prune less, or with pool='layer'")
 
 
 @dataclass(frozen=True)
 class Pruning(_KeepLargest):
-    """Keeps fewer and fewer weights. The last step is always due, even if it is no multiple of ``every``."""
+    """Gradual pruning. The last step is always due, even if it is not a multiple of ``every``."""
 
-    times: Times
+    schedule: MoveSchedule
     curve: str = "cubic"
     pool: str = "layer"
 
@@ -175,20 +176,20 @@ class Pruning(_KeepLargest):
 
     @property
     def stop(self) -> int:
-        return self.times.stop
+        return self.schedule.stop
 
     def due(self, done: int) -> bool:
-        return self.times.due(done) or done == self.times.stop
+        return self.schedule.due(done) or done == self.schedule.stop
 
     def density(self, first: Fraction, last: Fraction, done: int) -> Fraction:
-        """At the end exactly ``last``."""
-        progress = self.times.progress(done)
+        """The density after ``done`` steps; at the end it is exactly ``last``."""
+        progress = self.schedule.progress(done)
         return last if progress == 1 else first + (last - first) * Fraction(CURVES[self.curve](progress))
 
 
 @dataclass(frozen=True)
 class Rounds(_KeepLargest):
-    """Keeps the same share of the weights in each round, after which training starts again from step ``rewind``."""
+    """Pruning in rounds, each of which keeps the same share of the weights. Then training starts again from step ``rewind``."""
 
     every: int
     rounds: int
@@ -202,7 +203,7 @@ class Rounds(_KeepLargest):
         )
         refuse(
             not 0 <= self.rewind < self.every,
-            f"IMP goes back to a step of its first round, rewind must lie in [0, {self.every}), got {self.rewind}",
+            f"IMP rewinds to a step of its first round: rewind must lie in [0, {self.every}), got {self.rewind}",
         )
         choice("pool", self.pool, POOLS)
 
@@ -214,17 +215,17 @@ class Rounds(_KeepLargest):
         return 0 < done <= self.stop and done % self.every == 0
 
     def density(self, first: Fraction, last: Fraction, done: int) -> Fraction:
-        """After the last round exactly ``last``."""
+        """The density after ``done`` steps; after the last pruning it is exactly ``last``."""
         share = Fraction(done // self.every, self.rounds)
         return last if share == 1 else first * Fraction(float(last / first) ** float(share))
 
 
 def ranked(layers: Iterable[tuple[str, Tensor, Tensor, list[int]]], pool: str, remedy: str) -> Iterator[tuple[str, Tensor]]:
-    """Name and mask of the largest weights of every layer; in a global pool all layers share one ranking. A layer is given by
-    its name, its weights and mask, each (models, weights), and the number of weights to keep in each model."""
+    """Yields the name of each layer and the mask of its largest weights. In a global pool all layers share one ranking. A layer
+    is given as its name, its weights and mask, each (models, weights), and the number of weights to keep in each model."""
     for group in [list(layers)] if pool == "global" else ([layer] for layer in layers):
-        names, weights, masks, nums = zip(*group, strict=True)
-        num = torch.tensor(nums, device=masks[0].device).sum(0)
+        names, weights, masks, sizes = zip(*group, strict=True)
+        num = torch.tensor(sizes, device=masks[0].device).sum(0)
         kept = largest(torch.cat(weights, 1).abs(), torch.cat(masks, 1), num)
         parts = dict(zip(names, kept.split([mask.shape[1] for mask in masks], 1), strict=True))
         empty = [name for name, part in parts.items() if not part.any()] if pool == "global" else []
@@ -238,11 +239,11 @@ Policy = DropAndGrow | Pruning | Rounds
 
 @dataclass(frozen=True)
 class MaskGoal:
-    """What becomes of the masks of one model.
+    """How the masks of one model move, and towards which densities.
 
-    last        densities that a pruned model ends with
-    correction  of a pruned model's learning rates, by Table 1. "moment": that of the density it has at the moment; "fixed":
-                that of the last density from the start, and the init of that density
+    last        final densities of a pruned model
+    correction  which density sets a pruned model's learning rates by Table 1. "moment": the current one; "fixed": the last one
+                from the start, which then sets the init too
     """
 
     plan: Plan
@@ -254,11 +255,11 @@ class MaskGoal:
 def pruning_goal(
     plan: Plan, policy: Pruning | Rounds, density: float | Mapping[str, float] | Allocation, correction: str = "moment"
 ) -> MaskGoal:
-    """The goal of a model that is pruned to ``density``. A density that it cannot reach is refused."""
+    """The goal of a model that is pruned to ``density``. Refuses a density that pruning cannot reach."""
     choice("correction", correction, ("moment", "fixed"))
     refuse(
         bool(get_rule(plan.rule).two_terms),
-        f"rule {plan.rule!r} is for densities that stay, as with RigL and SET: prune under rule 'smupar'",
+        f"rule {plan.rule!r} is for constant densities, as with RigL and SET: prune under rule 'smupar'",
     )
     hidden = {row.name: row for row in plan if row.role == "hidden"}
     last = allocate(density, {name: row.shape for name, row in hidden.items()})
@@ -266,19 +267,19 @@ def pruning_goal(
         num_kept(name, row.shape, last[name])
         refuse(
             last[name] > row.density,
-            f"{name!r} has density {float(row.density):g} already and would be pruned to {float(last[name]):g}: "
-            "parameterize with the density to start from, 1 as a rule",
+            f"{name!r} already has density {float(row.density):g}, and pruning would end at {float(last[name]):g}: "
+            "parameterize with the density to start from, usually 1",
         )
     return MaskGoal(plan, policy, last, correction)
 
 
 def density_factor(plan: Plan, row: PlanRow, density: Fraction, family: str) -> float:
-    """What a density other than the planned one makes of the plan's learning rate, by Table 1."""
+    """The factor on the plan's learning rate for a density other than the planned one, by Table 1."""
     return float(get_rule(plan.rule).lr[family][row.role].of(1, 1, density / row.density))
 
 
 def init_factor(plan: Plan, row: PlanRow, density: Fraction) -> float:
-    """What a density other than the planned one makes of the plan's init std, by Table 1."""
+    """The factor on the plan's init std for a density other than the planned one, by Table 1."""
     return math.sqrt(get_rule(plan.rule).init_var[row.role].of(1, 1, density / row.density))
 
 

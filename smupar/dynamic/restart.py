@@ -1,4 +1,4 @@
-"""Adam's bias correction from a grown weight's own first step."""
+"""Restarts Adam's bias correction at a grown weight's own first step."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from smupar.plan.settings import refuse
 
 
 class Restart:
-    """Adam corrects its averages for having started at 0, by the number of the optimizer's steps. A grown weight started later,
-    so its correction is wrong. This class takes the difference out of the weight after each step. ``born`` has the step at
-    which each weight grew; it is 0 for the first weights."""
+    """Adam corrects its averages for their start at 0, by the number of the optimizer's steps. For a grown weight, whose
+    averages started later, this correction is wrong. After each step this class subtracts the difference from the weight.
+    ``born`` has the step at which each weight grew; it is 0 for the first weights."""
 
     def __init__(self, model: nn.Module, plan: Plan, optimizers: Sequence[Optimizer]) -> None:
-        """Refuses optimizers that cannot restart. Nothing is corrected before ``install``."""
+        """Refuses optimizers that cannot restart. Corrects nothing before ``install``."""
         self.model, self.plan, self.optimizers = model, plan, optimizers
         self.born: dict[str, Tensor] = {}
         hidden = {id(weight.parameter) for weight in hidden_weights(model, plan).values()}
@@ -38,12 +38,12 @@ class Restart:
 
     def install(self) -> None:
         for optimizer in self.optimizers:
-            # The model owns the phase, so that this takes the place of an earlier sparsifier's: both would correct too much.
+            # The model owns the phase, so that this one replaces an earlier sparsifier's. Both together would correct twice.
             seam_of(optimizer).add(self.model, correct=self._correct)
 
     def note(self, weight: Weight, change: MaskChange) -> None:
-        """Records the step at which the weights of a new mask grew."""
-        assert isinstance(weight, ModelWeight), "stacks do not restart"
+        """Records the current step as the birth of the weights that are new in a mask."""
+        assert isinstance(weight, ModelWeight), "stacks do not restart the bias correction"
         parameter = weight.parameter
         state: dict[str, Any] = next((o.state[parameter] for o in weight.optimizers if parameter in o.state), {})
         before = self.born.get(weight.name)
@@ -64,7 +64,7 @@ class Restart:
 
     @staticmethod
     def _difference(state: Mapping[str, Any], group: dict[str, Any], born: Tensor) -> Tensor:
-        """The update that young weights got, minus the update that they should have got."""
+        """The update that young weights got, minus the update that they should have had."""
         beta1, beta2 = group["betas"]
         count = torch.as_tensor(state["step"], dtype=torch.float32, device=born.device)
         mean, square = state["exp_avg"], state["exp_avg_sq"]

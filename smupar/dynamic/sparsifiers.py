@@ -1,7 +1,7 @@
-"""Carrying a policy out, on one model (``Sparsifier``) or on a stack (``StackedSparsifier``): the policy decides, the weight
-does (``Weight.set_mask``), and learning rates and optimizers go along.
+"""Sparsifiers carry a policy out, on one model (``Sparsifier``) or on a stack (``StackedSparsifier``): the policy decides on
+new masks, ``Weight.set_mask`` moves them, and learning rates and optimizers are adjusted.
 
-Call ``sparsifier.step()`` after ``optimizer.step()``. It counts these steps, and moves the masks after each step that is due.
+Call ``sparsifier.step()`` after every ``optimizer.step()``. It counts these steps, and moves the masks after each due step.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ from smupar.plan.optimizers import facts_of, family_of
 from smupar.plan.plan import PlanWarning
 from smupar.plan.settings import UNSTRUCTURED, refuse
 
-# Calls of step() before it says that it saw none of the optimizer's.
+# Calls of step() without a step of the optimizer, before it raises.
 _MANY_IDLE = 1000
 _MOVABLE = (*UNSTRUCTURED, "given", None)
-_ABSENT, _FINITE, _NOT_FINITE = 0, 1, 2  # what a rank saw of a weight's dense gradient; of several ranks the largest counts
+_ABSENT, _FINITE, _NOT_FINITE = 0, 1, 2  # what a rank saw of a weight's dense gradient; the largest value over all ranks counts
 
 
 class _AnySparsifier(ABC):
-    """What the two sparsifiers have in common: the masks of each model move by its own goal and at its own steps."""
+    """The common part of the two sparsifiers: the masks of each model move by its own goal and at its own steps."""
 
     restart: Restart | None = None
 
     def __init__(self, goals: Mapping[int, MaskGoal]) -> None:
-        """``goals`` by the number of the model. A model without a goal keeps its masks."""
+        """``goals`` holds goals by the model's number. A model without a goal keeps its masks."""
         self.goals = goals
-        self.policies: dict[Policy, dict[int, MaskGoal]] = {}  # with the models that have it
+        self.policies: dict[Policy, dict[int, MaskGoal]] = {}  # policy -> the goals of the models that share it
         for model, goal in goals.items():
             self.policies.setdefault(goal.policy, {})[model] = goal
-        self.first: dict[str, Tensor] = {}  # what a rewinding model goes back to, by name
+        self.first: dict[str, Tensor] = {}  # values to rewind to, by name
 
     @abstractmethod
     def weights(self) -> Mapping[str, Weight]:
@@ -55,18 +55,18 @@ class _AnySparsifier(ABC):
 
     @abstractmethod
     def every_weight(self) -> Mapping[str, Weight]:
-        """All parameters."""
+        """All parameters as weights."""
 
     @abstractmethod
     def _correct(self, name: str, model: int, density: Fraction) -> None:
-        """Sets the learning rate of a weight to that of a density."""
+        """Sets the learning rate of a weight for a density."""
 
     def needs_gradient(self, done: int) -> bool:
         return any(policy.needs_gradient and policy.due(done) for policy in self.policies)
 
     @torch.no_grad()
     def start_fixed(self) -> None:
-        """Gives models with a fixed correction the learning rates and the init of their last density."""
+        """Gives models with a fixed correction the learning rates and init of their last density."""
         for model, goal in self.goals.items():
             if goal.correction == "fixed":
                 for name, weight in self.weights().items():
@@ -75,7 +75,7 @@ class _AnySparsifier(ABC):
 
     @torch.no_grad()
     def update(self, done: int, weights: Mapping[str, Weight]) -> None:
-        """Moves the masks of these weights in every model that is due after so many steps."""
+        """Moves the masks of these weights in every model that is due after ``done`` steps."""
         for policy, goals in self.policies.items():
             if not policy.due(done):
                 continue
@@ -90,17 +90,17 @@ class _AnySparsifier(ABC):
                 self.rewind(list(goals))
 
     def remember(self) -> None:
-        """Keeps what ``rewind`` goes back to."""
+        """Keeps the values for ``rewind``."""
         self.first = {name: weight.snapshot() for name, weight in self.every_weight().items()}
 
     def rewind(self, models: list[int]) -> None:
-        """Makes weights and optimizers of these models what they were."""
+        """Restores the remembered weights of these models, and resets their optimizers."""
         for name, weight in self.every_weight().items():
             weight.restore(self.first[name], models)
 
 
 class StackedSparsifier(_AnySparsifier):
-    """Moves the masks of a stack. ``before`` a step and ``after`` it, both with its number from 0 on, do what
+    """Moves the masks of a stack. Call ``before`` and ``after`` each step, with its number from 0 on. Together they do what
     ``Sparsifier.step`` does for one model."""
 
     def __init__(self, stack: Stack, goals: Mapping[int, MaskGoal]) -> None:
@@ -134,11 +134,11 @@ class StackedSparsifier(_AnySparsifier):
 
 
 class Sparsifier(_AnySparsifier):
-    """Moves the masks of one model towards a goal; counts steps. Its subclasses (``methods``) make goals.
+    """Moves the masks of one model towards a goal, and counts steps. Its subclasses (``methods``) make the goals.
 
     A grown weight starts at 0 with optimizer state 0. A dropped weight is 0 and loses its state. With
     ``restart_bias_correction`` Adam's bias correction starts at a grown weight's own first step; without it, its first updates
-    have the wrong size. ``steps`` is the length of the run, if it is known. A schedule that ends later is refused.
+    have the wrong size. ``steps`` is the length of the run, if known; a schedule that ends later is refused.
     """
 
     def __init__(
@@ -158,12 +158,12 @@ class Sparsifier(_AnySparsifier):
         self._refuse(goal, steps)
         if restart_bias_correction:
             self.restart = Restart(self.model, self.plan, self.optimizers)  # refuses, and changes nothing
-        # The last that can refuse. It does so before it splits the first group.
+        # The last check that can refuse, which it does before it splits the first group.
         self.rates = layer_rates(self.model, self.plan, self.optimizers) if goal.correction else None
         self._install(goal)
 
     def _install(self, goal: MaskGoal) -> None:
-        """Changes model and optimizers. Whatever could be refused has been."""
+        """Changes model and optimizers, after all checks."""
         attach(self.model, self.plan)
         if goal.correction is not None:
             add_masks(self.model, self.plan)
@@ -177,7 +177,7 @@ class Sparsifier(_AnySparsifier):
             self.remember()
         self._request_gradients()
 
-    # What cannot be moved
+    # Refusals
 
     def _refuse(self, goal: MaskGoal, steps: int | None) -> None:
         check_parameterized(self.model, "before masks move")
@@ -188,7 +188,9 @@ class Sparsifier(_AnySparsifier):
         )
         structured = sorted({str(row.pattern) for row in self.plan if row.role == "hidden" and row.pattern not in _MOVABLE})
         if structured:
-            raise ValueError(f"masks that move are unstructured, pattern {structured[0]!r} would be lost: use pattern='random'")
+            raise ValueError(
+                f"masks that move are unstructured, so pattern {structured[0]!r} would be lost: use pattern='random'"
+            )
         for reason in filter(None, (facts_of(each).no_moves for each in self.optimizers)):
             raise ValueError(reason)
         self._refuse_strangers()
@@ -204,12 +206,12 @@ class Sparsifier(_AnySparsifier):
         for name, weight in self._trained().items():
             refuse(
                 id(weight.parameter) not in in_groups,
-                f"{name!r} is in none of the optimizers: pass the one that trains this model (or several, as a list), "
-                "made of its param_groups",
+                f"{name!r} is in none of the optimizers: pass the optimizer that trains this model (or a list of several), "
+                "made from its param_groups",
             )
 
     def _refuse_scaled(self, last: Mapping[str, Fraction]) -> None:
-        """Refuses weights that are not fresh from their init, since weights of a checkpoint have been scaled already."""
+        """Refuses weights that do not have their initial std, since a checkpoint's weights have been scaled already."""
         for name, weight in self._trained().items():
             planned, values = self.plan[name].init_std, weight.full()
             if init_factor(self.plan, self.plan[name], last[name]) == 1 or not planned or values.is_meta:
@@ -222,7 +224,7 @@ class Sparsifier(_AnySparsifier):
                 "make the sparsifier before a checkpoint is loaded",
             )
 
-    # What is moved
+    # Weights
 
     def weights(self) -> dict[str, ModelWeight]:
         """Hidden weights that have a mask and are trained."""
@@ -259,7 +261,7 @@ class Sparsifier(_AnySparsifier):
     def rewind(self, models: list[int]) -> None:
         super().rewind(models)
         for name, statistic in self._statistics().items():
-            if name in self.first:  # checkpoints had none of them at first
+            if name in self.first:  # early versions of checkpoints lack some
                 statistic.copy_(self.first[name])
         for optimizer in self.optimizers:
             optimizer.state.clear()
@@ -274,7 +276,7 @@ class Sparsifier(_AnySparsifier):
             self._num_idle += 1
             if self.num_steps == 0 and self._num_idle == _MANY_IDLE:
                 warnings.warn(
-                    f"called {_MANY_IDLE} times, but no step of the optimizer was seen: make the sparsifier with the one whose "
+                    f"called {_MANY_IDLE} times, but its optimizer made no step: make the sparsifier with the optimizer whose "
                     "step() is called",
                     PlanWarning,
                     stacklevel=3,
@@ -292,21 +294,21 @@ class Sparsifier(_AnySparsifier):
         return due
 
     def has_stepped(self) -> bool:
-        """Whether an optimizer has trained the model since the last call of ``step``."""
+        """Whether an optimizer has made a step since the last call of ``step``."""
         for each in self.optimizers:
-            seam_of(each).finish()  # this may be called by a hook of the optimizer, before the seam's own
+            seam_of(each).finish()  # a hook of the optimizer may call this before the seam's own hook runs
         return self._stepped
 
     def _see_step(self, step: Step) -> None:
         self._stepped |= not step.was_noop
 
     def _request_gradients(self) -> None:
-        """Asks for the dense gradient of the next step, if masks grow by it, and drops that of the last step."""
+        """Requests the dense gradient of the next step if masks grow by it, and drops that of the last step."""
         for weight in self.weights().values():
             weight.dense_gradient.request(self.needs_gradient(self.num_steps + 1))
 
     def _ready_weights(self) -> dict[str, ModelWeight]:
-        """The weights whose masks can move now. Warns if one is not 0 off its mask: another optimizer wrote to it."""
+        """The weights whose masks can move now. Warns if a weight is not 0 off its mask, because other code wrote to it."""
         hidden = self.weights()
         if self.policy.needs_gradient:
             hidden = self._with_gradient(hidden)
@@ -314,16 +316,16 @@ class Sparsifier(_AnySparsifier):
             mask = weight.mask if weight.stores_zeros else None
             if mask is not None and bool(local(weight.parameter)[~local(mask)].count_nonzero()):
                 warnings.warn(
-                    f"weights of {name!r} off its mask are not 0: another optimizer than the one that was given here trains "
-                    "it, or something wrote to it. Make a sparsifier for the optimizer that is used",
+                    f"weights of {name!r} off its mask are not 0: it is trained by another optimizer than the sparsifier's, "
+                    "or other code wrote to it. Make the sparsifier with the optimizer that trains it",
                     PlanWarning,
                     stacklevel=4,
                 )
         return hidden
 
     def _with_gradient(self, hidden: dict[str, ModelWeight]) -> dict[str, ModelWeight]:
-        """The weights that have a dense gradient. Layers that had no part in the last step on any rank, such as experts without
-        tokens, keep their masks, and so do those whose gradient is not finite."""
+        """The weights that have a dense gradient. Layers that were not used in the last step on any rank, such as experts
+        without tokens, keep their masks, and so do layers whose gradient is not finite."""
         grads = [weight.dense_gradient.value for weight in hidden.values()]
         states = [_ABSENT if grad is None else _FINITE if bool(grad.isfinite().all()) else _NOT_FINITE for grad in grads]
         if num_ranks() > 1:
@@ -334,7 +336,7 @@ class Sparsifier(_AnySparsifier):
         idle = [name for name, state in seen.items() if state == _ABSENT]
         if len(idle) == len(hidden):
             raise ValueError(
-                f"{idle[0]!r} got no gradient that RigL could look at: call sparsifier.step() after every "
+                f"{idle[0]!r} got no dense gradient, which RigL needs: call sparsifier.step() after every "
                 "optimizer.step(), and smupar.attach(model, plan) after a copy, a conversion or sharding"
             )
         if not self._idle_before.issuperset(idle):
@@ -362,6 +364,6 @@ class Sparsifier(_AnySparsifier):
             self.restart.born = {n: born.to(hidden[n].parameter.device, copy=True) for n, born in state["born"].items()}
         if self.rates is not None:
             self.rates.corrections.update(state["corrections"])
-        if "weights" in state:  # else those stay that were remembered when this was made
+        if "weights" in state:  # otherwise the values remembered at the start stay
             self.first = {name: weight.clone() for name, weight in state["weights"].items()}
         self._request_gradients()

@@ -1,2 +1,2 @@
 """Ways to run a step: many models as one (``stacked``), as a CUDA graph (``cuda_graphs``), or with sparse storage (``sparse``).
-``timing`` measures how long a step takes."""
+``timing`` measures the time of a step."""

@@ -1,5 +1,5 @@
 """The parts of a step of many models, as functions of tensors with a leading dimension of models. ``torch.func`` computes the
-losses and gradients. torch's own optimizers take no vector of learning rates, so the updates are written out here; they give
+losses and gradients. torch's own optimizers take no vector of learning rates, so the updates are written out here. They give
 the same numbers as torch.optim."""
 
 from __future__ import annotations
@@ -8,13 +8,15 @@ import copy
 import math
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from operator import itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from smupar.plan.optimizers import MUON_COEFFICIENTS, MUON_EPS, MUON_STEPS
+from smupar.execute.products import fast_products
+from smupar.plan.optimizers import MUON_COEFFICIENTS, MUON_EPS, MUON_STEPS, OptimizerFacts
 from smupar.plan.parameters import parent_path
 
 LossFn = Callable[[nn.Module, Any], Tensor]
@@ -35,13 +37,13 @@ class _Loss(nn.Module):
 
 
 class BatchedLoss:
-    """The losses of ``num_models`` models like ``model``. A single model is not batched at all, which is faster."""
+    """Computes the losses of ``num_models`` models like ``model``. A single model is not batched, which is faster."""
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFn, num_models: int, dtype: torch.dtype | None, *, own_batches: bool
     ) -> None:
         self.template = _Loss(copy.deepcopy(model).to("meta"), loss_fn)
-        # The copy on the meta device loses ties, so the other names of tied parameters are stored here.
+        # The copy on the meta device loses ties, so all names of tied parameters are stored here.
         first = {id(parameter): name for name, parameter in model.named_parameters()}
         every = model.named_parameters(remove_duplicate=False)
         self.aliases = {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
@@ -54,8 +56,18 @@ class BatchedLoss:
     def gradients(
         self, params: Tensors, buffers: Tensors, batch: tuple[Tensor, ...], chunk_size: int | None = None
     ) -> tuple[Tensors, Tensor]:
-        """Gradients by name, and the losses."""
-        return self._apply(torch.func.grad_and_value(self._of_one), params, buffers, batch, chunk_size)
+        """Gradients by name, and the losses. ``chunk_size`` models are computed at once, and by default all."""
+        num_models = len(next(iter(params.values())))
+        size = chunk_size or num_models
+        own = (params, buffers, batch) if self.own_batches else (params, buffers)
+        parts = [
+            self._gradients(*_pytree.tree_map(itemgetter(slice(at, at + size)), own), *(() if self.own_batches else (batch,)))
+            for at in range(0, num_models, size)
+        ]
+        return parts[0] if len(parts) == 1 else _pytree.tree_map(lambda *each: torch.cat(each), *parts)
+
+    def _gradients(self, params: Tensors, buffers: Tensors, batch: tuple[Tensor, ...]) -> tuple[Tensors, Tensor]:
+        return gradients_of_sum(lambda leaves: self.values(leaves, buffers, batch), params)
 
     def inputs(
         self,
@@ -83,6 +95,23 @@ class BatchedLoss:
             for handle in hooks:
                 handle.remove()
 
+    def outputs(self, params: Tensors, buffers: Tensors, batch: tuple[Tensor, ...], chunk_size: int | None = None) -> Tensor:
+        """What the models return, in full precision."""
+        seen: list[Tensor] = []
+
+        def run(params: Tensors, buffers: Tensors, batch: tuple[Tensor, ...]) -> Tensor:
+            seen.clear()
+            self._of_one(params, buffers, batch)
+            return seen[-1]
+
+        dtype, self.dtype = self.dtype, None
+        hook = self.template.model.register_forward_hook(lambda module, args, output: seen.append(output))
+        try:
+            return self._apply(run, params, buffers, batch, chunk_size)
+        finally:
+            hook.remove()
+            self.dtype = dtype
+
     def output_gradients(
         self,
         params: Tensors,
@@ -92,8 +121,7 @@ class BatchedLoss:
         take: Callable[[Tensor], Tensor],
     ) -> Tensors:
         """``take`` applied to the gradient of the output of each weight's layer, by name of the weight."""
-        layers = {name: self.template.model.get_submodule(parent_path(name)) for name in names}
-        added: Tensors = {}  # zeros that are added to the outputs; the gradients of the loss for them are those of the outputs
+        added: Tensors = {}  # zeros that are added to the outputs, whose gradients are those of the outputs
         seen: Tensors = {}
 
         def hook(name: str) -> Callable[[nn.Module, Any, Tensor], Tensor]:
@@ -103,23 +131,23 @@ class BatchedLoss:
 
             return add
 
-        def run(params: Tensors, buffers: Tensors, batch: tuple[Tensor, ...]) -> Tensors:
-            def loss(zeros: Tensors) -> Tensor:
-                added.update(zeros)
-                return self._of_one(params, buffers, batch)
-
-            added.clear()
+        def zeros(params: Tensors, buffers: Tensors, batch: tuple[Tensor, ...]) -> Tensors:
             self._of_one(params, buffers, batch)
-            grads = torch.func.grad(loss)(dict(seen))
-            added.clear()
-            return {name: take(grad) for name, grad in grads.items()}
+            return dict(seen)
 
+        def loss(trees: tuple[Tensors, Tensors], buffers: Tensors, batch: tuple[Tensor, ...]) -> Tensor:
+            added.update(trees[1])
+            return self._of_one(trees[0], buffers, batch)
+
+        layers = {name: self.template.model.get_submodule(parent_path(name)) for name in names}
         hooks = [layer.register_forward_hook(hook(name)) for name, layer in layers.items()]
         try:
-            return self._apply(run, params, buffers, batch)
+            outputs = self._apply(zeros, params, buffers, batch)
+            grads, _ = gradients_of_sum(lambda leaves: self._apply(loss, (params, leaves), buffers, batch), outputs)
         finally:
             for handle in hooks:
                 handle.remove()
+        return {name: torch.stack([take(own) for own in grad]) for name, grad in grads.items()}
 
     def _of_one(self, params: Tensors, buffers: Tensors, batch: tuple[Tensor, ...]) -> Tensor:
         tensors = {f"model.{name}": value for name, value in {**params, **buffers}.items()}
@@ -130,7 +158,7 @@ class BatchedLoss:
     def _apply(
         self,
         fn: Callable[..., Any],
-        params: Tensors,
+        params: Any,
         buffers: Tensors,
         batch: tuple[Tensor, ...],
         chunk_size: int | None = None,
@@ -139,8 +167,27 @@ class BatchedLoss:
             in_dims = (0, 0, 0 if self.own_batches else None)
             return torch.func.vmap(fn, in_dims=in_dims, chunk_size=chunk_size)(params, buffers, batch)
         first: Callable[[Any], Any] = lambda tree: _pytree.tree_map(lambda t: t[0], tree)  # noqa: E731
-        result = fn(first(params), first(buffers), first(batch) if self.own_batches else batch)
+        with fast_products():
+            result = fn(first(params), first(buffers), first(batch) if self.own_batches else batch)
         return _pytree.tree_map(lambda t: t[None], result)
+
+
+def gradients_of_sum(losses: Callable[[Tensors], Tensor], leaves: Tensors) -> tuple[Tensors, Tensor]:
+    """Gradients of the sum of the losses, by name, and the losses. No model's loss depends on another's weights, so they are
+    the gradients of each model's own loss. In this order operations have to be batched in the forward pass only."""
+    if torch.compiler.is_compiling():
+
+        def total(leaves: Tensors) -> tuple[Tensor, Tensor]:
+            values = losses(leaves)
+            return values.sum(), values
+
+        grads, (_, values) = torch.func.grad_and_value(total, has_aux=True)(leaves)
+        return grads, values
+    leaves = {name: leaf.detach().requires_grad_() for name, leaf in leaves.items()}
+    with torch.enable_grad():
+        values = losses(leaves)
+        found = torch.autograd.grad(values.sum(), list(leaves.values()))
+    return dict(zip(leaves, found, strict=True)), values.detach()
 
 
 # The amount that an optimizer subtracts from a weight; these functions change the optimizer's state in place
@@ -152,6 +199,42 @@ def _adam(state: State, grad: Tensor, lr: Tensor, eps: Tensor, number: Tensor, b
     square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
     correction1, correction2 = 1 - beta1**number, 1 - beta2**number
     return lr / correction1 * mean / (square.sqrt() / correction2.sqrt() + eps)
+
+
+def adam_in_place(
+    param: Tensor,
+    grad: Tensor,
+    state: State,
+    lr: Tensor,
+    decay: Tensor,
+    eps: Tensor,
+    number: Tensor,
+    alive: Tensor,
+    betas: Betas,
+    facts: OptimizerFacts,
+) -> None:
+    """Updates the weights of every model that is alive, decay included, by the kernel of torch's fused optimizers. It passes
+    over the tensors once, where ``_adam`` passes over them a dozen times."""
+    kernel: Callable[..., None] = torch._fused_adamw_ if facts.decoupled else torch._fused_adam_
+    numbers = zip(lr.tolist(), decay.tolist(), eps.tolist(), alive.tolist(), strict=True)
+    for k, (own_lr, own_decay, own_eps, is_alive) in enumerate(numbers):
+        if is_alive:
+            mean, square = (own[k] for own in state)
+            kernel(
+                [param[k]],
+                [grad[k].contiguous()],
+                [mean],
+                [square],
+                [],
+                [number[k]],
+                lr=own_lr,
+                beta1=betas[0],
+                beta2=betas[1],
+                weight_decay=own_decay,
+                eps=own_eps,
+                amsgrad=False,
+                maximize=False,
+            )
 
 
 def _sgd(state: State, grad: Tensor, lr: Tensor, eps: Tensor, number: Tensor, betas: Betas, momentum: float) -> Tensor:

@@ -1,7 +1,7 @@
 """Keeps torch.compile from loading code of other users.
 
-It caches compiled code in a folder whose name anyone can guess, /tmp/torchinductor_<user>, and takes what is there, whoever
-made it. Our CUDA kernels need no such care: torch compiles them in memory. Triton's cache is in the user's home.
+torch.compile caches code in a folder whose name anyone can guess, /tmp/torchinductor_<user>, and loads whatever is there. Our
+CUDA kernels are safe, since torch compiles them in memory, and Triton's cache is in the user's home.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _SETTING = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def guard_compiler_cache() -> None:
-    """Makes the folder now, so that nobody else can, or moves the cache into the user's own if somebody else has. A folder that
-    the user chose stays."""
+    """Makes the folder before anybody else can. If somebody else has made it, uses a private folder in the user's cache
+    instead. A folder that the user chose stays."""
     if _SETTING in os.environ:
         return
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
@@ -40,5 +40,5 @@ def _own_folder() -> str:
             return str(own)
     except OSError as error:
         raise ValueError(
-            f"there is no private folder for what torch.compile makes ({error}): set {_SETTING} to a folder of your own"
+            f"there is no private folder for the code of torch.compile ({error}): set {_SETTING} to a folder of your own"
         ) from error

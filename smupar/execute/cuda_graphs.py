@@ -1,7 +1,8 @@
-"""Steps that do not wait for the host. For small models, launching work on the GPU takes most of a step's time."""
+"""Steps that do not wait for the host. In small models, launching work on the GPU takes most of a step's time."""
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -11,15 +12,15 @@ from torch import Tensor
 
 from smupar.execute.compiler_cache import guard_compiler_cache
 
-# Number of calls before the capture. By then compilation, lazily created optimizer state and library handles, and the search
+# Number of calls before the capture. By then compilation, the creation of optimizer state and library handles, and the search
 # for the fastest 2:4 product (execute/sparse/semi) must be finished.
 WARM_UP = 3
-# The limit that compile_static sets on the compiled versions of a function in one process.
+# compile_static raises the number of compiled versions of a function in one process to this limit.
 _VERSIONS = 1024
 
 
 class Upload:
-    """Copies host tensors to a device. The host does not wait for work that the device still has to do.
+    """Copies host tensors to a device, without making the host wait for work that the device still has to do.
 
     A plain copy from pageable memory would wait. So each shape has a few pinned buffers, which are used in turn. They live as
     long as this object, since allocating or freeing pinned memory would disturb a capture.
@@ -33,7 +34,7 @@ class Upload:
         if self.device.type != "cuda":
             return value.to(self.device)
         turns = self.buffers.setdefault((value.shape, value.dtype), deque())
-        if len(turns) < 8:  # the host may be this many steps ahead of the GPU
+        if len(turns) < 8:  # so the host can be this many steps ahead of the GPU
             pinned, copied = torch.empty(value.shape, dtype=value.dtype, pin_memory=True), torch.cuda.Event()
         else:
             pinned, copied = turns.popleft()
@@ -75,8 +76,9 @@ class Graphed:
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         self.num_calls += 1
-        # Inputs are copied into the same tensors from the first call on. With other strides, a compiled function would be
-        # compiled again, in the middle of the capture.
+        # From the first call on, inputs are copied into the same tensors. With other strides, a compiled function would be
+        # compiled
+        # again in the middle of the capture.
         if not self.inputs:
             self.inputs = tuple(torch.empty_like(value, memory_format=torch.contiguous_format) for value in inputs)
         for mine, value in zip(self.inputs, inputs, strict=True):
@@ -93,3 +95,20 @@ class Graphed:
                 self.output = self.fn(*self.inputs)
         self.graph.replay()
         return self.output
+
+
+def captured_call(call: Callable[[], object], device: torch.device) -> Callable[[], object]:
+    """The replay of a call that has no result, to be measured."""
+    done = torch.zeros((), device=device)
+
+    def captured() -> Tensor:
+        call()
+        return done
+
+    graphed = Graphed(captured)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*capturable=True")  # the first steps are not captured yet
+        for _ in range(WARM_UP + 1):
+            graphed()
+    torch.cuda.synchronize(device)
+    return graphed.graph.replay

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from smupar.execute.batched import CHANGES, BatchedLoss, LossFn
+from smupar.execute.batched import CHANGES, BatchedLoss, LossFn, adam_in_place
 from smupar.execute.cuda_graphs import Graphed, Upload, compile_static
 from smupar.model.csr import MASK
 from smupar.model.parameterize import add_missing_factors
@@ -26,7 +26,7 @@ from smupar.plan.optimizers import facts_for_role, family_of, names_with
 from smupar.plan.plan import Plan
 from smupar.plan.settings import refuse
 
-# Number of models whose activations are held at once when gradients are computed outside the compiled step.
+# Number of models whose activations are held at the same time outside the compiled step.
 _CHUNK = 4
 SUPPORTED = names_with("stackable")
 
@@ -36,7 +36,8 @@ class Hyperparameters:
     """One model's optimizer: the arguments of ``param_groups`` and of the optimizer, with torch's defaults."""
 
     lr: float
-    rest_lr: float | None = None  # LR of an AdamW for all but hidden weights. None: no such AdamW; with muon its LR is lr
+    # LR of an AdamW for all but hidden weights; None: no such AdamW, or for muon one with LR ``lr``
+    rest_lr: float | None = None
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     eps_scaling: str = "constant"
@@ -56,7 +57,7 @@ class StackTensors:
     masks: dict[str, Tensor]
     state: dict[str, list[Tensor]]  # state of the optimizer
     constants: dict[str, tuple[Tensor, ...]]  # learning rate, decay and epsilon, from the plan
-    rates: dict[str, Tensor]  # further factors on the learning rates of hidden weights, computed from the next two
+    rates: dict[str, Tensor]  # additional factors on the learning rates of hidden weights, computed from the next two
     corrections: dict[str, Tensor]
     measured: dict[str, Tensor]  # NaN for models without a measurement
     independent: Tensor  # whether weight decay is independent of the learning rate
@@ -107,14 +108,14 @@ class Stack:
         return len(self.models)
 
     def refill(self, models: Sequence[nn.Module], plans: Sequence[Plan], hyperparameters: Sequence[Hyperparameters]) -> None:
-        """Starts again with the same number of other models of the same shapes. Nothing is compiled again."""
+        """Starts again with other models of the same number and shapes. Nothing is compiled again."""
         fresh = self._gathered(models, plans, hyperparameters)
         _pytree.tree_map(lambda mine, other: mine if mine is other else mine.copy_(other), vars(self.tensors), vars(fresh))
         self.models, self.num_steps = list(models), 0
 
     def step(self, batch: Sequence[Tensor], lr_share: float | Sequence[float] = 1.0) -> Tensor:
-        """Trains by one step and returns the losses of all models before the update. A model whose loss became NaN is
-        not changed any more."""
+        """Trains by one step and returns the losses of all models before the update. A model whose loss becomes NaN stays as it
+        is from then on."""
         self.num_steps += 1
         share = self.upload(torch.as_tensor(lr_share, dtype=torch.float32).expand(len(self)))
         return self._call(share, *batch).clone()
@@ -122,7 +123,7 @@ class Stack:
     @torch.no_grad()
     def evaluate(self, batch: Sequence[Tensor]) -> Tensor:
         """The losses of all models, without training them."""
-        # Evaluation is rare, so it is not compiled. A captured step holds most of the memory, so few models run at a time.
+        # Evaluation is rare, so it is not compiled. A captured step holds most of the memory, so only few models run at a time.
         return self._loss.values(self.tensors.params, self.tensors.buffers, tuple(batch), _CHUNK)
 
     @torch.no_grad()
@@ -140,6 +141,11 @@ class Stack:
     def inputs(self, batch: Sequence[Tensor], take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
         """``take`` applied to the inputs of each hidden weight's layer, by name of the weight."""
         return self._loss.inputs(self.tensors.params, self.tensors.buffers, tuple(batch), self.hidden, take)
+
+    @torch.no_grad()
+    def outputs(self, batch: Sequence[Tensor], params: dict[str, Tensor]) -> Tensor:
+        """What the models return in full precision, with these parameters in place of their own."""
+        return self._loss.outputs(params, self.tensors.buffers, tuple(batch), _CHUNK)
 
     @torch.no_grad()
     def output_gradients(self, batch: Sequence[Tensor], take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
@@ -166,13 +172,13 @@ class Stack:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor], *, num_steps: int) -> None:
-        """Goes on after so many steps of a stack of the same models. Values are copied into the tensors that a compiled or
-        captured step is bound to, so nothing is compiled again."""
+        """Continues after ``num_steps`` steps of a stack of the same models. Values are copied into the tensors that a compiled
+        or captured step is bound to, so nothing is compiled again."""
         mine = self.state_dict()
         for name in {**mine, **state}:
             here, there = (tuple(own[name].shape) if name in own else None for own in (mine, state))
             refuse(
-                here != there, f"{name!r} is {there} in the state and {here} in the stack: load the state of the same models"
+                here != there, f"{name!r} is {there} in the state, but {here} in the stack: load the state of the same models"
             )
         for name, tensor in mine.items():
             tensor.copy_(state[name])
@@ -186,21 +192,30 @@ class Stack:
         number = t.number.add_(1)
         grads, losses = self._loss.gradients(t.params, t.buffers, batch)
         for name, mask in t.masks.items():
-            grads[name] = grads[name].masked_fill(~mask, 0)
+            grads[name] = torch.where(mask, grads[name], 0.0)
         if t.clip is not None:
-            norm = torch.stack([grad.square().flatten(1).sum(1) for grad in grads.values()]).sum(0).sqrt()
+            norms = torch.stack([torch.linalg.vector_norm(grad.flatten(1), dim=1) for grad in grads.values()])
+            norm = torch.linalg.vector_norm(norms, dim=0)
             factor = (t.clip / (norm + 1e-6)).clamp(max=1.0)
             grads = {name: grad * _wide(factor, grad) for name, grad in grads.items()}
         t.alive.logical_and_(losses.isfinite())
         for name, param in t.params.items():
-            lr, decay, eps = (_wide(values, param) for values in t.constants[name])
-            lr = lr * _wide(share * t.rates[name] if name in t.rates else share, param)
-            decay = decay * _wide(self.decay_change(name), param) if name in t.rates else decay
-            new = self._updated(name, param, grads[name], lr, decay, eps, _wide(number, param))
+            lr, decay, eps = t.constants[name]
+            lr = lr * (share * t.rates[name] if name in t.rates else share)
+            decay = decay * self.decay_change(name) if name in t.rates else decay
+            if self._in_one_pass(name):
+                adam_in_place(param, grads[name], t.state[name], lr, decay, eps, number, t.alive, self.betas, self.facts[name])
+                continue
+            wide = (_wide(values, param) for values in (lr, decay, eps, number))
+            new = self._updated(name, param, grads[name], *wide)
             if name in t.masks and self.facts[name].mixes_entries:
                 new = new.masked_fill(~t.masks[name], 0)
             param.copy_(torch.where(_wide(t.alive, param), new, param))
         return losses
+
+    def _in_one_pass(self, name: str) -> bool:
+        """Whether torch has a kernel that updates this weight in one pass over it, where nothing is compiled."""
+        return self.device.type == "cpu" and self.facts[name].name in ("Adam", "AdamW") and not torch.compiler.is_compiling()
 
     # Learning rates that change, as ``LayerRates`` does for one model
 
@@ -209,7 +224,7 @@ class Stack:
         self._set_rate(name)
 
     def measure(self, name: str, factors: Tensor) -> None:
-        """Replaces the corrections of a weight by measured factors. A factor of NaN changes nothing."""
+        """Replaces the corrections of a weight by measured factors, except where these are NaN."""
         measured = self.tensors.measured[name]
         measured.copy_(torch.where(factors.isnan(), measured, factors))
         self._set_rate(name)
@@ -224,7 +239,7 @@ class Stack:
         t.rates[name].copy_(measured_or_corrected(t.measured[name], t.corrections[name]))
 
     def decay_change(self, name: str) -> Tensor:
-        """The factor on the decay term that undoes further factors on the learning rate, if decay is independent of it."""
+        """The factor on the decay term that undoes additional factors on the learning rate, if decay is independent of it."""
         rates = self.tensors.rates[name]
         return torch.where(self.tensors.independent, 1 / rates, torch.ones_like(rates))
 
@@ -307,21 +322,21 @@ def _refuse(
     family_of(optimizer)
     refuse(
         optimizer not in SUPPORTED,
-        f"{optimizer} cannot be stacked: use one of {', '.join(SUPPORTED)}, or train one after the other",
+        f"{optimizer} cannot be stacked: use one of {', '.join(SUPPORTED)}, or train the models one by one",
     )
     refuse(
         not models or not len(models) == len(plans) == len(hyperparameters),
         f"{len(models)} models, {len(plans)} plans, {len(hyperparameters)} hyperparameters: pass one of each for every model",
     )
     for what in filter(None, map(_unstackable, models)):
-        raise ValueError(f"{what}: train these models one after the other")
+        raise ValueError(f"{what}: train these models one by one")
     shapes = [{name: tuple(p.shape) for name, p in model.named_parameters()} for model in models]
     for index, other in enumerate(shapes):
         if other != shapes[0]:
             name = next(name for name in {**shapes[0], **other} if shapes[0].get(name) != other.get(name))
             raise ValueError(
-                f"model {index} has {name!r} as {other.get(name)}, the first one as {shapes[0].get(name)}: "
-                "only models of equal shapes can be stacked"
+                f"{name!r} has shape {other.get(name)} in model {index}, but {shapes[0].get(name)} in the first: only models "
+                "of equal shapes can be stacked"
             )
     refuse(
         len({(h.betas, h.momentum, h.rest_lr is None) for h in hyperparameters}) > 1,
@@ -330,10 +345,10 @@ def _refuse(
 
 
 def _unstackable(model: nn.Module) -> str | None:
-    """The property of a model that prevents stacking, if any. A stacked step is a function of weights and batch only."""
+    """The property of a model that prevents stacking, if it has one. A stacked step is a function of weights and batch only."""
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
-            return f"{name!r} is frozen, and a stack trains every weight"
+            return f"{name!r} is frozen, but a stack trains every weight"
     for path, module in model.named_modules():
         if has_running_statistics(module) and module.training and module.track_running_stats:
             return f"{path!r} keeps running statistics, which a stack would lose"
@@ -374,5 +389,5 @@ def _constants(
 
 
 def _wide(values: Tensor, like: Tensor) -> Tensor:
-    """One number for each model, shaped so that it can multiply a stacked tensor."""
+    """Reshapes one number for each model, so that it multiplies a stacked tensor."""
     return values.view(-1, *[1] * (like.ndim - 1))

@@ -1,4 +1,4 @@
-"""How many threads of the CPU torch uses."""
+"""Sets how many CPU threads torch uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextlib.contextmanager
 def cpu_threads(num: int) -> Iterator[None]:
-    """Makes torch use that many threads within the block; 0: as many as it uses anyway."""
+    """Makes torch use this many threads within the block; 0 changes nothing."""
     before = torch.get_num_threads()
     if num:
         torch.set_num_threads(num)

@@ -1,7 +1,7 @@
-"""Measures how long calls take, for benchmarks and for code that chooses the fastest of several backends.
+"""Measures the time of calls, for benchmarks, and to choose the fastest of several backends.
 
-All times are seconds of one call. ``in_turns`` compares several calls, and ``best_of`` measures one. ``training_step`` makes a
-function to be measured, which runs a training step of a layer or a model.
+All times are seconds per call. ``in_turns`` compares several calls, and ``best_of`` measures one. ``training_step`` makes a
+function to measure, which runs a training step of a layer or a model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CPU = torch.device("cpu")
 
 
 def seconds_of(call: Call, num: int = 1, device: torch.device = _CPU) -> float:
-    """The mean time of ``num`` consecutive calls by the host's clock, until the device has finished."""
+    """The mean time of ``num`` consecutive calls by the host's clock, including the device's work."""
     _wait(device)
     start = time.perf_counter()
     for _ in range(num):
@@ -39,7 +39,8 @@ def gpu_seconds_of(call: Call, num: int = 1) -> float:
 
 
 def best_of(call: Call, rounds: int, num: int = 1, *, clock: Callable[[Call, int], float] = seconds_of) -> float:
-    """The fastest of several rounds of ``num`` calls. Slower rounds do not count, so there is no separate warm-up."""
+    """The mean time in the fastest of several rounds of ``num`` calls. Slower rounds do not count, so there is no separate
+    warm-up."""
     return min(clock(call, num) for _ in range(rounds))
 
 
@@ -49,7 +50,7 @@ def in_turns(
     measure: Callable[[str, Call], float],
     pick: Callable[[list[float]], float] = statistics.median,
 ) -> dict[str, float]:
-    """Measures each call once in every round, so that a change in the machine's speed affects all of them. ``pick`` turns the
+    """Measures each call once in every round, so that changes of the machine's speed affect all of them. ``pick`` turns the
     times of a call into one number."""
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
@@ -59,8 +60,8 @@ def in_turns(
 
 
 def training_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, grad: Tensor, passes: int = 1) -> Call:
-    """A function that runs a training step: forward, backward to input and weights, and the optimizer's step. It uses autocast
-    if the dtypes of activations and weights differ."""
+    """A function that runs a training step: the forward pass, the backward pass to input and weights, and the optimizer's step.
+    It uses autocast if the dtypes of activations and weights differ."""
     x = x.detach().requires_grad_()
     mixed = next(model.parameters()).dtype != x.dtype
 

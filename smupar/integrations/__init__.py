@@ -1,1 +1,1 @@
-"""Integrations with other tools. Each has a module of its own, which imports the tool when it is used."""
+"""Integrations with other tools. Each has its own module, which imports the tool when it is used."""

@@ -35,7 +35,8 @@ class Results:
     data_dir: str | None  # None if the harness's own datasets are used
     documents: dict[str, int]  # number of documents by task
     random: dict[str, float]  # accuracy of random guessing, by task
-    models: tuple[tuple[dict[str, Any], dict[str, TaskResults]], ...]  # for each model: header of its scores, numbers by task
+    # for each model: the header of its scores, and its numbers by task
+    models: tuple[tuple[dict[str, Any], dict[str, TaskResults]], ...]
 
     def __str__(self) -> str:
         return aligned(self._cells("{}"))

@@ -1,10 +1,10 @@
-"""Lightning: a callback that makes a LightningModule follow a rule, from ``setup`` to the last step.
+"""A callback for Lightning that makes a LightningModule follow a rule, from ``setup`` to the last step.
 
     callback = SmuparCallback(base=lambda: Net(width=64), density=1 / 4, sparsifier=partial(smupar.RigL, every=100, stop=750))
     lightning.Trainer(callbacks=[callback]).fit(Net(width=256))
 
-``configure_optimizers`` may stay as it is if it returns an optimizer over ``self.parameters()`` and no scheduler: the callback
-makes the groups. If you use a scheduler, it must be built on the groups: write
+``configure_optimizers`` needs no change if it returns an optimizer over ``self.parameters()`` and no scheduler: the callback
+makes the groups. A scheduler must be built on the groups, so with one write
 ``torch.optim.AdamW(self.smupar.param_groups(lr=...))``.
 """
 
@@ -41,9 +41,9 @@ class SmuparCallback(Callback):
     reminder of the plan is open. Moves masks and measures updates after each step.
 
     base        the module at base width, or a function that builds it (on the meta device)
-    plan        plan of a module that is already parameterized, in place of ``base`` and settings
+    plan        plan of a module that is already parameterized, instead of ``base`` and settings
     sparsifier  (module, plan, optimizers) -> RigL, SET, GMP or IMP, such as functools.partial(smupar.RigL, every=100, stop=750)
-    updates     (module, plan, optimizers) -> what smupar.record_updates or follow_updates returns
+    updates     (module, plan, optimizers) -> result of smupar.record_updates or follow_updates
     prepare     function (module, plan) that sets what only you can set, such as the attention scale
     observe     record sizes of hidden layers over the run: ``observer.observation``, and observed.json in the Trainer's folder
     settings    settings of ``smupar.parameterize``
@@ -91,8 +91,8 @@ class SmuparCallback(Callback):
         return param_groups(self._module, self.plan, lr=lr, **settings)
 
     def watch(self, optimizer: Any) -> None:
-        """Makes the sparsifier and the measured updates. Usually this is done for you. With GMP, IMP or measured updates,
-        hidden weights get groups of their own: then call it in ``configure_optimizers``, before you make a scheduler."""
+        """Makes the sparsifier and the measured updates. Usually the callback calls it. GMP, IMP and measured updates give
+        hidden weights their own groups; with these, call it in ``configure_optimizers`` before you make a scheduler."""
         assert self._module is not None, "called by the module's configure_optimizers, after setup"
         self._watched = list(optimizer) if isinstance(optimizer, (list, tuple)) else [optimizer]
         for left in filter(None, (self.updates, self.observer)):  # from an earlier fit
@@ -104,7 +104,7 @@ class SmuparCallback(Callback):
             move = self.sparsifier.step
             self._watched[-1].register_step_post_hook(lambda *_: move())
 
-    # What Lightning calls
+    # Hooks that Lightning calls
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         refuse(
@@ -129,7 +129,7 @@ class SmuparCallback(Callback):
         for optimizer in trainer.optimizers:
             if not any("lr_factor" in group for group in optimizer.param_groups):
                 self._regroup(pl_module, optimizer, scheduled=bool(trainer.lr_scheduler_configs))
-        if self._watched != trainer.optimizers:  # true unless configure_optimizers called watch
+        if self._watched != trainer.optimizers:  # unless configure_optimizers has called watch
             self.watch(trainer.optimizers)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -149,7 +149,7 @@ class SmuparCallback(Callback):
 
     def _regroup(self, module: nn.Module, optimizer: torch.optim.Optimizer, *, scheduled: bool) -> None:
         trained = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
-        # If configure_optimizers returns None, Lightning puts an optimizer without groups in its place.
+        # If configure_optimizers returns None, Lightning uses an optimizer without groups.
         refuse(not optimizer.param_groups, "the module has no optimizer to train with: return one from configure_optimizers")
         (group, *others) = optimizer.param_groups
         if others or scheduled or {id(parameter) for parameter in group["params"]} != trained:
@@ -165,7 +165,7 @@ class SmuparCallback(Callback):
         optimizer.param_groups[:] = [{**options, **planned} for planned in groups]
 
     def _make_room(self, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Adds masks before a checkpoint of a pruned model is read, since its sparsifier adds them only later."""
+        """Adds masks before the checkpoint of a pruned model is loaded, since its sparsifier adds them only later."""
         hidden = [row.name for row in self.plan if row.role == "hidden" and f"{prefix}{row.name}_mask" in state]
         if any(mask_of(module, name) is None for name in hidden):
             add_masks(module, self.plan)

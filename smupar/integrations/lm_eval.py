@@ -1,7 +1,7 @@
 """Evaluation with EleutherAI's harness (lm-eval). The harness writes the requests, our code scores them, and the harness's own
 metrics turn scores into numbers.
 
-There are three steps, so that the second (``smupar.lm.use.score``) can run where the harness is not installed:
+There are three steps, so that the second (``smupar.lm.use.score``) can run without the harness:
 
     write_requests -> requests.jsonl -> score_file -> scores.jsonl -> tabulate -> results.json, table.md, table.csv
 """
@@ -28,7 +28,7 @@ from smupar.plan.settings import refuse
 
 
 def evaluate(config: EvalConfig) -> Results:
-    """Runs all three steps in one process. Their files stay in ``config.out``, so that the same command can resume."""
+    """Runs all three steps in one process. Their files stay in ``config.out``, from which the same command can resume."""
     out = Path(config.out)
     requests = out / "requests.jsonl"
     for folder in config.folders:
@@ -49,7 +49,7 @@ def evaluate(config: EvalConfig) -> Results:
 
 
 def write_requests(config: TasksConfig, out: str | Path) -> str:
-    """Writes all requests to a file; returns a line that says what is in it."""
+    """Writes all requests to a file. Returns a line about its content."""
     requests, digest = _requests(load_tasks(config), config)
     score.write_requests(
         Path(out),
@@ -71,7 +71,7 @@ def tabulate(requests: str | Path, scores: Sequence[str | Path], out: str | Path
     header, asked = score.read_requests(requests)
     config = TasksConfig(tuple(header["tasks"]), data_dir or header["data_dir"], header["limit"])
     models = []
-    for file in scores:  # read before the slow steps, so that errors come early
+    for file in scores:  # read before the slow steps, to raise errors early
         identity, answers = score.read_scores(file)
         missing = [request for request in asked if request.key not in answers]
         if missing:
@@ -84,7 +84,8 @@ def tabulate(requests: str | Path, scores: Sequence[str | Path], out: str | Path
     _, digest = _requests(tasks, config)
     refuse(
         digest != header["sha256"],
-        f"{requests} was made from other documents than {config.data_dir or 'the harness has now'}: make and score it again",
+        f"{requests} was made from other documents than those of {config.data_dir or 'the harness now'}: make and score it "
+        "again",
     )
     results = Results(
         lm_eval=_module("lm_eval").__version__,
@@ -99,7 +100,7 @@ def tabulate(requests: str | Path, scores: Sequence[str | Path], out: str | Path
 
 
 def _by_chance(task: Any, requests: list[score.ScoreRequest]) -> float:
-    """Accuracy of guessing a choice at random; 0 for tasks without choices, where any word is possible."""
+    """The accuracy of random guessing; 0 for tasks without choices, where any word is possible."""
     if task.OUTPUT_TYPE != "multiple_choice":
         return 0.0
     num_choices = Counter(request.doc for request in requests)
@@ -127,7 +128,7 @@ def load_tasks(config: TasksConfig) -> dict[str, Any]:
 
 
 def _requests(tasks: dict[str, Any], config: TasksConfig) -> tuple[list[score.ScoreRequest], str]:
-    """The requests of the tasks, and a hash of the requests and of the documents, which hold the right answers."""
+    """The requests of the tasks, and a hash of the requests and of the documents with the right answers."""
     requests, digest = [], hashlib.sha256()
     for name, task in tasks.items():
         with _quiet():
@@ -140,7 +141,7 @@ def _requests(tasks: dict[str, Any], config: TasksConfig) -> tuple[list[score.Sc
 
 
 def _metrics(tasks: dict[str, Any], scores: dict[str, score.Score], limit: int | None) -> dict[str, TaskResults]:
-    """The numbers of each task. The harness evaluates a model that returns stored scores."""
+    """The numbers of each task, from the harness's evaluation of a model that returns the stored scores."""
     harness, base = _module("lm_eval.evaluator"), _module("lm_eval.api.model").LM
 
     class Stored(base):  # type: ignore[misc, valid-type]
@@ -155,8 +156,7 @@ def _metrics(tasks: dict[str, Any], scores: dict[str, score.Score], limit: int |
             raise NotImplementedError
 
     with _quiet():
-        # The standard error of perplexity has no formula and needs resampling. The harness's default number of resamples takes
-        # minutes.
+        # The standard error of perplexity needs resampling, and the harness's default number of resamples takes minutes.
         given = harness.evaluate(lm=Stored(), task_dict=tasks, limit=limit, bootstrap_iters=1000, log_samples=False)
     metrics: dict[str, TaskResults] = defaultdict(dict)
     for name, numbers in given["results"].items():
@@ -170,8 +170,8 @@ def _metrics(tasks: dict[str, Any], scores: dict[str, score.Score], limit: int |
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keeps the harness from printing while it resamples, and from forking a process for each core, which is unsafe beside
-    torch's threads."""
+    """Keeps the harness from printing while it resamples, and from forking a process per core, which is unsafe with torch's
+    threads."""
     before = os.environ.get("DISABLE_MULTIPROC")
     os.environ["DISABLE_MULTIPROC"] = "1"
     try:

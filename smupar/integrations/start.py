@@ -1,4 +1,4 @@
-"""The check before the first step that callbacks of all trainers share."""
+"""The check before the first step, which the callbacks of all trainers share."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Keeps the state of sparsifiers and measured updates in the optimizer's state dict.
 
-Every trainer saves and loads that state dict at the right time, so trainers need no changes.
+Trainers save and load that state dict at the right time, so they need no change.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _KEY = "smupar"
 
 
 def carry_state(optimizer: torch.optim.Optimizer, parts: Mapping[str, Any]) -> None:
-    """Makes the optimizer's state dict also hold the state dicts of ``parts``."""
+    """Adds the state dicts of ``parts`` to the optimizer's state dict."""
     given = {name: part for name, part in parts.items() if part is not None}
 
     def add(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        # Another call of carry_state may have added other parts.
+        # An earlier call of carry_state may have added other parts.
         state[_KEY] = state.get(_KEY, {}) | {name: part.state_dict() for name, part in given.items()}
 
     def take(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
@@ -31,8 +31,8 @@ def carry_state(optimizer: torch.optim.Optimizer, parts: Mapping[str, Any]) -> N
                 part.load_state_dict(stored[name])
             else:
                 warnings.warn(
-                    f"the optimizer's checkpoint holds no state of the {name}, which starts again from its beginning: was the "
-                    "checkpoint made without one?",
+                    f"the optimizer's checkpoint holds no state of the {name}, which therefore starts from its beginning: was "
+                    "the checkpoint made without one?",
                     PlanWarning,
                     stacklevel=4,
                 )

@@ -1,1 +1,2 @@
-"""Language models: config, data, model, run and use. ``run.train.train(config)`` trains one; ``run.loop.Loop`` is its loop."""
+"""Language models: config, data, model, run and use. ``run.train.train(config)`` trains one, with the loop
+``run.loop.Loop``."""

@@ -1,7 +1,7 @@
-"""``set_attention_scale`` gives every attention of a model the scale of its rule.
+"""``set_attention_scale`` gives every attention module the scale of its rule.
 
-Most models keep the scale in a field. Where they do not, or where the field does nothing, the queries are multiplied by what is
-missing. Both are recorded in the plan, so that ``attach`` can do it again.
+Most models keep the scale in a field. If there is no field, or if it has no effect, a factor on the queries makes up for it.
+The plan records either change, so that ``attach`` can repeat it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Run = Callable[[], Any]
 def set_attention_scale(model: nn.Module, plan: Plan, example: Any = None) -> None:
     """Gives every attention module the rule's scale, in its own field or by a factor on its queries, and settles the reminder.
 
-    example   what the model is called with: a mapping of keyword arguments, a tuple of arguments, or one tensor. With it, each
-              kind of attention is tried: a field counts only if it acts, and queries are found where there is no field.
+    example   arguments for the model: a mapping of keyword arguments, a tuple of arguments, or one tensor. With it, forward
+              passes show whether the field of an attention has an effect, and which layer makes its queries.
 
-    If some attention is left over, a warning and the reminder name it.
+    If the scale of some attention cannot be set, a warning and the reminder name it.
     """
     set_scales(model, plan, [] if example is None else [lambda: call(model, example)])
 
@@ -45,7 +45,8 @@ def call(model: nn.Module, example: Any) -> Any:
 
 @torch.no_grad()
 def set_scales(model: nn.Module, plan: Plan, runs: Sequence[Run]) -> None:
-    """The work of ``set_attention_scale``. Each of ``runs`` is a forward pass; some attention may run in only one of them."""
+    """Does the work of ``set_attention_scale``. Each of ``runs`` is a forward pass; an attention may run in only one of
+    them."""
     found = find_attentions(model) if plan.rule != SP.name else []
     every = [each for each in found if each.path not in plan.unscored]
     known = {change.path for change in plan.attention}
@@ -68,8 +69,8 @@ def set_scales(model: nn.Module, plan: Plan, runs: Sequence[Run]) -> None:
         plan.settle("attention_scale")
         return
     plan.pending["attention_scale"] = (
-        f"the scale of {_named(left)} could not be set: no field that acts was found, and no layer that makes its queries. "
-        "Make the model multiply q.k by plan.attention_scale(head_dim), then plan.settle('attention_scale')."
+        f"the scale of {_named(left)} could not be set: neither a field that has an effect nor a layer that makes its queries "
+        "was found. Make the model multiply q.k by plan.attention_scale(head_dim), then plan.settle('attention_scale')."
     )
     warnings.warn(f"not set yet: attention_scale: {plan.pending['attention_scale']}", PlanWarning, stacklevel=4)
 
@@ -88,7 +89,7 @@ def apply_attention(model: nn.Module, plan: Plan) -> None:
 
 
 def _kinds(attentions: Sequence[FoundAttention]) -> dict[tuple[object, ...], list[FoundAttention]]:
-    """Attentions that are built alike, of which one is tried."""
+    """Groups of attentions with the same structure. One of each group is tested."""
     kinds: dict[tuple[object, ...], list[FoundAttention]] = {}
     for each in attentions:
         shapes = tuple(tuple(parameter.shape) for parameter in each.module.parameters())
@@ -99,7 +100,7 @@ def _kinds(attentions: Sequence[FoundAttention]) -> dict[tuple[object, ...], lis
 def _how(
     model: nn.Module, attention: FoundAttention, plan: Plan, runs: Sequence[Run]
 ) -> Callable[[FoundAttention], AttentionChange | None] | None:
-    """What sets the scale of attentions that are built like this one; None if nothing does."""
+    """How to set the scale of attentions with this structure; None if there is no way."""
     size = attention.head_dim
     if isinstance(attention.module, nn.MultiheadAttention):
         factor = plan.attention_scale(attention.module.head_dim) * math.sqrt(attention.module.head_dim)
@@ -112,7 +113,7 @@ def _how(
 
 
 def _for_layer(attention: FoundAttention, scale: float) -> float:
-    """The scale, divided by the number of the layer under an option of GPT-2, which comes on top of any rule."""
+    """The scale, divided by the number of the layer if GPT-2's option for that is on, which applies on top of any rule."""
     module: Any = attention.module
     return scale / (module.layer_idx + 1) if getattr(module, "scale_attn_by_inverse_layer_idx", False) else scale
 
@@ -123,7 +124,7 @@ def _multiplied(attention: FoundAttention, queries: Queries, plan: Plan) -> Atte
 
 
 def _is_usual(attention: FoundAttention, plan: Plan) -> bool:
-    """Whether the field held what most models hold, or what the rule wants."""
+    """Whether the field held the usual scale, or the rule's."""
     size = attention.head_dim
     usual = size is not None and math.isclose(attention.scale, size**-0.5, rel_tol=1e-2)
     by_layer = getattr(attention.module, "scale_attn_by_inverse_layer_idx", False)
@@ -172,7 +173,7 @@ def _scale_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> T
 def _scale_query_input(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """For nn.MultiheadAttention, which uses its weights without a layer. Its bias is not scaled."""
+    """For nn.MultiheadAttention, whose query weights belong to no layer, so its input is scaled. The bias stays unscaled."""
     factor = getattr(module, QUERY_FACTOR)
     if args:
         return (args[0] * factor.to(args[0].dtype), *args[1:]), kwargs

@@ -1,7 +1,7 @@
-"""A linear layer that keeps only the non-zeros of its weight, row by row (CSR), and what becomes of them when the mask moves.
+"""A linear layer that keeps only the non-zeros of its weight, row by row (CSR), and follows masks that move.
 
-Its ``weight`` is one parameter of values, under the name that the plan knows. Two buffers beside it say where the values lie
-(``csr``). A ``Kernel`` multiplies by them: ``execute.sparse`` has the kernels and chooses one for the weight's device.
+Its ``weight`` is one parameter with the values, under the name that the plan knows. Two buffers hold their positions (``csr``).
+A ``Kernel`` multiplies by them; ``execute.sparse`` has the kernels and chooses one for the weight's device.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from smupar.model.gradients import PassGradient
 
 
 class KernelIndex:
-    """What a kernel derives from the positions of the non-zeros, to multiply by them. Subclasses are dataclasses of tensors."""
+    """The tables that a kernel derives from the positions of the non-zeros. Subclasses are dataclasses of tensors."""
 
     def tensors(self) -> Iterator[Tensor]:
         """All tensors of the index, including those of its parts."""
@@ -41,26 +41,26 @@ class KernelIndex:
                 yield from part.tensors()
 
     def watched(self) -> Iterator[Tensor]:
-        """Tensors that the backward pass reads and that other code may write to, such as the layer's buffers; none if the index
-        owns all of its tensors."""
+        """Tensors that the backward pass reads and that other code may write to, such as the layer's buffers; empty if the
+        index owns all its tensors."""
         return iter(())
 
 
 class Kernel(ABC):
-    """Multiplies contiguous rows by a sparse matrix. Its values come in the order of the parameter, which is row by row."""
+    """Multiplies contiguous rows by a sparse matrix. The values are in the order of the parameter, row by row."""
 
     name: str
-    # The dtype that it calculates in and wants activations in. None: it takes any and calculates in float32, or in float64 if
-    # the values are float64.
+    # The dtype of activations and arithmetic. None: it takes any dtype and calculates in float32, or in float64 if the values
+    # are float64.
     dtype: torch.dtype | None = None
 
     @abstractmethod
     def refusal(self, mask: Tensor) -> str | None:
-        """Why it cannot multiply by a matrix with this mask, and what to do; None if it can."""
+        """The reason why it cannot multiply by a matrix with this mask, and the remedy; None if it can."""
 
     @abstractmethod
     def index(self, row_starts: Tensor, columns: Tensor, shape: tuple[int, int], out_dim: int) -> KernelIndex:
-        """The index that the products take. Raises ValueError if ``refusal`` gives a reason."""
+        """The index that ``forward`` and ``backward`` take. Raises ValueError if ``refusal`` gives a reason."""
 
     @abstractmethod
     def forward(self, x: Tensor, index: Any, values: Tensor, bias: Tensor | None) -> Tensor:
@@ -70,7 +70,7 @@ class Kernel(ABC):
     def backward(
         self, grad: Tensor, x: Tensor, index: Any, values: Tensor, *, for_input: bool, for_values: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of the input and of the values, as far as they are asked for."""
+        """The gradients of the input and of the values; None for one that is not requested."""
 
 
 class Product(torch.autograd.Function):
@@ -82,7 +82,7 @@ class Product(torch.autograd.Function):
     ) -> Tensor:
         rows = _rows(x, values, kernel)
         y = kernel.forward(rows, index, values, None if bias is None else bias.to(rows.dtype).contiguous())
-        # With the index of this pass, whatever becomes of the layer's own before the next.
+        # Saved with the index of this pass, since the layer's own may change before the backward pass.
         ctx.save_for_backward(x, values, *index.watched())
         ctx.layer, ctx.index, ctx.kernel = layer, index, kernel
         return y.view(*x.shape[:-1], y.shape[1]).to(x.dtype)
@@ -121,7 +121,7 @@ class MaskChange:
 
 @dataclass(frozen=True)
 class _Remapping:
-    """Takes numbers of the non-zeros from an old mask to a new one. New non-zeros get 0."""
+    """Moves values of the non-zeros from an old mask to a new one. New non-zeros get 0."""
 
     old_kept: Tensor  # which of the old non-zeros the new mask keeps
     new_kept: Tensor  # which of the new non-zeros the old mask kept
@@ -133,15 +133,15 @@ class _Remapping:
 
 
 class SparseLinear(nn.Module):
-    """What nn.Linear or transformers' Conv1D becomes when only its non-zeros are kept. ``execute.sparse.backends.compress``
-    changes the class of the layer and leaves its identity, its name, its hooks and its bias alone."""
+    """The class of an nn.Linear, or of transformers' Conv1D, that keeps only its non-zeros.
+    ``execute.sparse.backends.compress`` changes the class of a layer; the object, its name, its hooks and its bias stay."""
 
     weight: nn.Parameter
     weight_columns: Tensor
     weight_row_starts: Tensor
     index_names: ClassVar[tuple[str, ...]] = ("weight_columns", "weight_row_starts")  # buffers, the same on every rank
 
-    original: type[nn.Module]  # the class that the layer had
+    original: type[nn.Module]  # the former class of the layer
     matrix_shape: tuple[int, int]
     out_dim: int  # which dimension of the matrix is the output
     backend: str
@@ -160,14 +160,14 @@ class SparseLinear(nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         elif x.dtype != self.weight.dtype:
             raise ValueError(f"the input is {x.dtype}, the weight {self.weight.dtype}: convert one of them")
-        return self._product(x, getattr(self, "bias", None))  # a layer of the user's own may have none
+        return self._product(x, getattr(self, "bias", None))  # the user's own layer may have none
 
     def product(self, x: Tensor) -> Tensor:
         """The layer's output for rows ``x`` without bias, in their dtype."""
         self._refuse_device(x)
         if self.kernel.dtype is None:
             return self._product(x, None)
-        # Kernels for GPUs round to bfloat16, and what is asked for here is the small difference of two products.
+        # GPU kernels round to bfloat16, which would be too coarse here: callers take small differences of products.
         matrix = self.expand(self.weight.detach()).to(x.dtype)
         return x @ (matrix.T if self.out_dim == 0 else matrix)
 
@@ -175,12 +175,14 @@ class SparseLinear(nn.Module):
         if x.device != self.weight.device:
             raise ValueError(f"the input is on {x.device}, the weight on {self.weight.device}: move one of them")
 
-    # A kernel of our own: torch.compile does what lies between such layers.
+    # torch.compile cannot trace our kernels, and compiles the code between such layers.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         num_inputs, kernel = self.matrix_shape[1 - self.out_dim], self.kernel
         if x.shape[-1] != num_inputs:
-            raise ValueError(f"the layer reads {num_inputs} features, the input of shape {tuple(x.shape)} has {x.shape[-1]}")
+            raise ValueError(
+                f"the layer reads {num_inputs} features, but the input of shape {tuple(x.shape)} has {x.shape[-1]}"
+            )
         if kernel.dtype not in (None, x.dtype):
             raise ValueError(
                 f"backend {self.backend!r} multiplies {kernel.dtype} on a GPU, the input is {x.dtype}: call the model under "
@@ -191,36 +193,36 @@ class SparseLinear(nn.Module):
     # The index
 
     def index(self) -> KernelIndex:
-        """The kernel's index. It is made again whenever positions were written to, by masks that move or by a checkpoint."""
+        """The kernel's index. It is made again after the positions were written to, by masks that move or by a checkpoint."""
         kernel, starts, columns = self.kernel, self.weight_row_starts, self.weight_columns
         made_of = kernel.name, columns.device, starts._version, columns._version
         if self._index is None or self._made_of != made_of:
             self._check_index()
-            with torch.inference_mode(False):  # what is made while a model evaluates serves when it trains, too
+            with torch.inference_mode(False):  # an index that is made during evaluation must also work in training
                 self._index = kernel.index(starts, columns, self.matrix_shape, self.out_dim)
             self._made_of = made_of
         return self._index
 
     def _check_index(self) -> None:
-        """Refuses positions outside of the matrix: a kernel reads wherever they point, and they may be raw memory."""
+        """Refuses positions outside of the matrix: kernels read wherever they point, and after to_empty they are raw memory."""
         starts, columns, num_columns = self.weight_row_starts, self.weight_columns, self.matrix_shape[1]
         ordered = int(starts[0]) == 0 and bool((starts.diff() >= 0).all()) and int(starts[-1]) == len(columns)
         inside = len(columns) == 0 or (int(columns.min()) >= 0 and int(columns.max()) < num_columns)
         if not (ordered and inside and len(columns) == len(self.weight)):
             raise ValueError(
                 f"the index of a sparse layer of shape {self.matrix_shape} is damaged, as after to_empty: load a checkpoint "
-                "into the model before it is used"
+                "into the model before you use it"
             )
 
     def forget_index(self) -> None:
-        """Drops what the kernel derived from row starts and columns."""
+        """Drops the kernel's index."""
         self._index = self._made_of = None
 
     @property
     def num_index_bytes(self) -> int:
         """Bytes of row starts, columns and the kernel's index."""
         tensors = self.weight_row_starts, self.weight_columns, *self.index().tensors()
-        parts = {id(part): part for part in tensors}  # the kernel's index may hold the layer's own
+        parts = {id(part): part for part in tensors}  # the kernel's index may share the layer's buffers
         return sum(part.numel() * part.element_size() for part in parts.values())
 
     # The matrix and its mask
@@ -241,7 +243,8 @@ class SparseLinear(nn.Module):
 
     @torch.no_grad()
     def set_mask(self, mask: Tensor) -> MaskChange:
-        """Makes ``mask`` the positions of the non-zeros. Weights that stay keep value and gradient; new weights start at 0."""
+        """Changes the positions of the non-zeros to ``mask``. Weights that stay keep value and gradient; new weights start at
+        0."""
         if why := self.kernel.refusal(mask):
             raise ValueError(
                 f"backend {self.backend!r} cannot hold the moved mask: {why}; or "
@@ -250,7 +253,7 @@ class SparseLinear(nn.Module):
         old_mask, (starts, columns) = self.weight_mask, row_index(mask)
         remap = _Remapping(old_kept=mask[old_mask], new_kept=old_mask[mask])
         values, grad = remap(self.weight), None if self.weight.grad is None else remap(self.weight.grad)
-        if len(columns) == len(self.weight):  # in place: whoever holds the tensors goes on with them
+        if len(columns) == len(self.weight):  # in place, so that references to the tensors stay valid
             self.weight.copy_(values)
             self.weight_columns.copy_(columns)
             self.weight_row_starts.copy_(starts)
@@ -262,24 +265,24 @@ class SparseLinear(nn.Module):
         return MaskChange(remap, ~remap.new_kept)
 
     def add_dense_grad(self, grad: Tensor, x: Tensor) -> None:
-        """Adds the contribution of these rows of input and output gradient to the gradient that the weight would have without a
-        mask."""
+        """Adds to the dense gradient, which the weight would have without a mask, the contribution of these rows of input and
+        output gradient."""
         part = grad.T @ x if self.out_dim == 0 else x.T @ grad
-        # Micro-batches are added in no less than the weight's precision.
+        # Micro-batches are added in at least the weight's precision.
         self.dense.add(part.to(torch.promote_types(part.dtype, self.weight.dtype)), self.weight)
 
     def make_room(self, num_values: int) -> None:
-        """Prepares for that many non-zeros, which are about to be read into the weight and its index."""
+        """Resizes the weight and its index, before that many non-zeros are read into them."""
         if num_values != len(self.weight):
             self._resize(self.weight.detach().new_zeros(num_values))
             self.weight_columns = self.weight_columns.new_zeros(num_values)
         self.forget_index()
 
     def _resize(self, values: Tensor) -> None:
-        """Gives the parameter another number of non-zeros. It stays the same object, so optimizers can go on with it."""
+        """Gives the parameter another number of non-zeros. It stays the same object, so optimizers can keep it."""
         self.weight.grad = None
-        # A loss of the user's may hold the last step's graph, whose node for this parameter expects the old size. torch makes a
-        # new node when a parameter's dtype changes, so it changes for a moment.
+        # A loss that the user still holds may keep the last step's graph alive, whose node for this parameter expects the old
+        # size. torch makes a new node when a parameter's dtype changes, so the dtype is changed for a moment.
         self.weight.data = values.new_empty(0, dtype=torch.float16)
         self.weight.data = values
 
@@ -294,14 +297,14 @@ class SparseLinear(nn.Module):
         return super()._apply(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Reads both forms: any number of non-zeros, or a matrix with its mask."""
+        """Loads both forms: any number of non-zeros, or a matrix with its mask."""
         key = f"{prefix}weight"
         matrix, mask = state_dict.get(key), state_dict.get(f"{key}{MASK}")
         if matrix is not None and mask is not None and tuple(matrix.shape) == tuple(mask.shape) == self.matrix_shape:
             compress_state(state_dict, key)
         if is_compressed(state_dict, key):
             starts, columns = state_dict[f"{key}{ROW_STARTS}"], state_dict[f"{key}{COLUMNS}"]
-            if starts.shape == self.weight_row_starts.shape:  # else torch says what does not fit
+            if starts.shape == self.weight_row_starts.shape:  # otherwise torch reports the mismatch
                 self.make_room(len(columns))
         super()._load_from_state_dict(state_dict, prefix, *args)
 

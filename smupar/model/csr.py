@@ -1,7 +1,7 @@
-"""Compressed sparse rows (CSR), the format in which non-zeros are kept: the only codec, and the names of the parts.
+"""Compressed sparse rows (CSR), the format of stored non-zeros: the conversion, and the names of the parts.
 
-The values of the non-zeros lie in the order of the flattened matrix. ``columns`` has the column of each (int32), and
-``row_starts`` has the position at which each row begins (int64, one more than there are rows). A "non-zero" is a weight that
+The values of the non-zeros are in the order of the flattened matrix. ``columns`` has the column of each (int32), and
+``row_starts`` has the position at which each row begins (int64, one entry more than rows). A "non-zero" is a weight that
 the mask keeps, even if its value is 0. In a state dict the parts are ``<name>``, ``<name>_columns`` and ``<name>_row_starts``,
 in an exported file ``<name>.values``, ``<name>.col_indices`` and ``<name>.crow_indices``.
 """
@@ -28,7 +28,7 @@ def row_index(mask: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def flat_places(row_starts: Tensor, columns: Tensor, num_columns: int) -> Tensor:
-    """Where the non-zeros lie in the flattened matrix (int64)."""
+    """The positions of the non-zeros in the flattened matrix (int64)."""
     rows = torch.arange(len(row_starts) - 1, device=columns.device).repeat_interleave(row_starts.diff())
     return rows * num_columns + columns
 
@@ -64,7 +64,7 @@ def expand_state(state: MutableMapping[str, Any], key: str, shape: tuple[int, ..
     refuse(
         len(starts) != shape[0] + 1 or len(columns) != len(values),
         f"{key!r} is kept as {len(values)} non-zeros in {len(starts) - 1} rows, which does not fit the shape {shape}: the "
-        "state dict is of another model",
+        "state dict belongs to another model",
     )
     state[key] = matrix_of(values, starts, columns, shape[1])
     state[f"{key}{MASK}"] = mask_of_index(starts, columns, shape[1])

@@ -1,5 +1,5 @@
-"""The gradient of a sparse weight. It is masked as soon as it is accumulated, and kept without a mask as well if that is asked
-for."""
+"""The gradient of a sparse weight. It is masked as soon as it is accumulated. On request the dense gradient, without the mask,
+is kept as well."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from smupar.model.sharding import in_process_group, local, num_ranks, zero_off_m
 
 
 class DenseGradient:
-    """What the gradient would be without a mask, summed over micro-batches, while it is ``wanted``. A gradient that was thrown
-    away, for example because it is not finite, must not count. The sum then starts again."""
+    """The gradient without the mask, summed over micro-batches, while it is ``wanted``. The sum starts again if the user drops
+    a gradient, for example because it is not finite."""
 
     wanted = False
     value: Tensor | None = None
@@ -24,12 +24,12 @@ class DenseGradient:
 
 
 class MaskGradient(DenseGradient):
-    """Post-accumulate hook that masks a gradient. It reads the mask when it is called, so masks may move. The dense gradient is
-    this rank's own, or its shard of the sum over ranks."""
+    """Post-accumulate hook that masks a gradient. It reads the mask when it runs, so masks may move. The dense gradient is this
+    rank's own, or under FSDP2 its shard of the sum over ranks."""
 
     def __init__(self, module: nn.Module, mask_leaf: str) -> None:
         self.module, self.mask_leaf = module, mask_leaf
-        self._summed: Any = None  # the gradient that ``value`` belongs to, by a weak reference
+        self._summed: Any = None  # weak reference to the gradient that ``value`` belongs to
         self._version = -1
 
     @torch.no_grad()
@@ -44,23 +44,24 @@ class MaskGradient(DenseGradient):
 
     def _add(self, grad: Tensor, mask: Tensor) -> None:
         here, before = local(grad), None if self._is_fresh(grad) else self.value
-        # On the mask the gradient is the sum so far; off it earlier micro-batches were masked away.
+        # On the mask the gradient is the sum so far. Off the mask earlier micro-batches are gone, so the sum is kept here.
         self.value = here.clone() if before is None else torch.where(local(mask), here, before + here)
         self._summed = weakref.ref(grad)
 
     def _is_fresh(self, grad: Tensor) -> bool:
-        """Whether this gradient contains nothing of the sum so far. With several ranks, gradients may be replaced at any
+        """Whether this gradient contains nothing of the sum so far. With several ranks, gradient tensors may be replaced at any
         time."""
         if num_ranks() > 1:
             return False
         if self._summed is None or self._summed() is not grad:
             return True
-        # zero_grad(set_to_none=False) writes to it; so do DDP and FSDP2, on one rank too, and the latter uncounted.
-        return not in_process_group() and grad._version != self._version + 1  # +1: this micro-batch
+        # zero_grad(set_to_none=False) writes to it, and so do DDP and FSDP2, even on one rank; FSDP2 does not raise the
+        # version.
+        return not in_process_group() and grad._version != self._version + 1  # + 1 for this micro-batch
 
 
 class PassGradient(DenseGradient):
-    """For layers whose own backward pass makes the dense gradient. A layer may be called several times in one pass."""
+    """The dense gradient of a layer whose own backward pass computes it. The layer may be called several times in one pass."""
 
     _last_pass = -1
 
@@ -82,10 +83,10 @@ def mask_gradient(parameter: nn.Parameter, module: nn.Module, mask_leaf: str) ->
     """Puts the hook on a parameter, once."""
     if gradient_mask(parameter) is None:
         frozen = not parameter.requires_grad
-        parameter.requires_grad_(True)  # a hook cannot be put on a frozen parameter, but stays while it is
+        parameter.requires_grad_(True)  # a frozen parameter takes no hook, but keeps one
         parameter.register_post_accumulate_grad_hook(MaskGradient(module, mask_leaf))
         parameter.requires_grad_(not frozen)
     else:
-        # After torch.__future__.set_swap_module_params_on_conversion Python's dict of hooks survives and autograd's does not:
-        # assigning the dict registers it again.
+        # After torch.__future__.set_swap_module_params_on_conversion Python's dict of hooks survives but autograd's does not.
+        # Assigning the dict registers it again.
         parameter._post_accumulate_grad_hooks = parameter._post_accumulate_grad_hooks

@@ -1,6 +1,6 @@
-"""The values that ``parameterize`` writes into a model's tensors. No other code calls this file.
+"""Writes initial values into a model's tensors, for ``parameterize``.
 
-Everything random comes from (seed, parameter name) on the CPU. So it is the same on every device, rank and number of ranks.
+All random numbers come from (seed, parameter name) on the CPU, so they are the same on every device and rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from smupar.plan.settings import refuse
 
 @dataclass
 class Resets:
-    """Fresh values for the parameters that the plan does not initialise, if ``to_empty`` left raw memory in them."""
+    """How to reset the parameters that the plan does not initialise, if ``to_empty`` left raw memory in them."""
 
     zeros: list[nn.Parameter]  # biases of layers
     calls: dict[str, tuple[Callable[[], Any], set[torch.device]]]  # module path -> its own init
@@ -33,13 +33,13 @@ class Resets:
             parameter.zero_()
         for path, (reset, devices) in self.calls.items():
             with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
-                torch.manual_seed(generator(seed, "reset", path).initial_seed())  # where an init is random: by name
+                torch.manual_seed(generator(seed, "reset", path).initial_seed())  # a random init is seeded by name
                 reset()
 
 
 def plan_resets(model: nn.Module, plan: Plan, *, sure: bool) -> Resets:
-    """Biases of layers become 0. Other modules are reset by their ``reset_parameters``, or by the method of their Hugging Face
-    model."""
+    """Plans the resets: biases of layers become 0, other modules call their ``reset_parameters``, or their Hugging Face model's
+    ``_init_weights``."""
     resets, done, left = Resets([], {}, []), [], []
     for path, module in model.named_modules():
         names = [f"{path}.{leaf}" if path else leaf for leaf, _ in module.named_parameters(recurse=False)]
@@ -61,14 +61,14 @@ def plan_resets(model: nn.Module, plan: Plan, *, sure: bool) -> Resets:
     if done or left:
         resets.cautions.append(
             f"no parameter of the model was ever written in place, as after to_empty: {len(done)} norms and biases "
-            f"({', '.join(done[:2])}, ...) get fresh values. Pass reset=True to say so, or reset=False to keep what they hold."
-            + (f" Left as they are, without an init of their own: {', '.join(left[:4])}." if left else "")
+            f"({', '.join(done[:2])}, ...) get fresh values. Pass reset=True to confirm this, or reset=False to keep their "
+            "values." + (f" These have no init of their own and are left as they are: {', '.join(left[:4])}." if left else "")
         )
     return resets
 
 
 def _init_of(module: nn.Module, model: nn.Module) -> Callable[[], Any] | None:
-    """What gives a module fresh values: its own method, or the one that its Hugging Face model has for all modules."""
+    """The method that gives a module fresh values: its own, or the one that its Hugging Face model has for all modules."""
     own = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
     for_all = getattr(model, "_init_weights", None)
     if own is None and callable(for_all):
@@ -77,13 +77,13 @@ def _init_of(module: nn.Module, model: nn.Module) -> Callable[[], Any] | None:
 
 
 def padding_rows(model: nn.Module) -> dict[int, int]:
-    """id of a lookup's weight -> its padding row, which stays 0 as torch makes it: it would never be trained."""
+    """id of a lookup's weight -> its padding row. That row stays 0, as torch makes it, since it is never trained."""
     rows = ((module, padding_row(module)) for module in model.modules())
     return {id(getattr(module, kind_of(module).weights)): row for module, row in rows if row is not None}
 
 
 def initialise(parameter: nn.Parameter, row: PlanRow, mask: Tensor | None, seed: int, *, padding: int | None = None) -> None:
-    """Fills a parameter from (seed, name): the same values on every device, rank and number of ranks."""
+    """Fills a parameter with values that depend only on (seed, name)."""
     if row.init_std is None:
         if row.kept_factor != 1:
             parameter.mul_(row.kept_factor)
@@ -95,7 +95,7 @@ def initialise(parameter: nn.Parameter, row: PlanRow, mask: Tensor | None, seed:
     values = parameter if in_place else torch.empty(row.shape, dtype=parameter.dtype)
     if mask is None:
         values.normal_(0, row.init_std, generator=rng)
-    else:  # only the kept weights are drawn: at low density most of the cost of an init goes away
+    else:  # drawing only the kept weights saves most of the time at low density
         kept = torch.empty(int(torch.count_nonzero(mask)), dtype=values.dtype).normal_(0, row.init_std, generator=rng)
         values.zero_().masked_scatter_(mask, kept)
     if padding is not None:

@@ -1,16 +1,16 @@
-"""``parameterize`` and ``attach`` put a plan into a model. No other code does. ``weights`` adds masks and their hooks, ``init``
+"""``parameterize`` and ``attach`` put a plan into a model; no other code does. ``weights`` adds masks and their hooks, ``init``
 sets values.
 
-The following is added to a model. It is keyed by name, and ``attach`` can put it back from the plan:
+They add the following to a model. All of it is keyed by name, so ``attach`` can put it back from the plan:
 
 - a bool buffer ``<param>_mask`` beside every sparse parameter; the weight is exactly 0 where it is False;
 - a hook on that parameter that masks its gradient as soon as it is accumulated, so that optimizers, clipping and reducers
-  never see off-mask gradients. Hooks on tensors get lost (deepcopy, to_empty, sharding): hence ``attach``;
+  never see off-mask gradients. Hooks on tensors get lost by deepcopy, to_empty and sharding, which is why ``attach`` exists;
 - a non-persistent buffer ``smupar_factor`` and a hook on every module whose output Table 1 multiplies; likewise
   ``smupar_branch`` on every module that ends a residual branch of a model that is deeper than its base;
-- an attribute of the root module that says which parameters are masked, and hooks round ``load_state_dict``.
+- an attribute of the root module that names the masked parameters, and hooks before and after ``load_state_dict``.
 
-Optimizers whose updates mix entries also have their weights masked after each step (``seam``).
+If an optimizer's updates mix entries, its weights are also masked after each step (``seam``).
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ _MARK = "_smupar_attached"
 
 @dataclass(frozen=True)
 class _Attached:
-    """The mark that says that a root module is parameterized."""
+    """The mark on the root module of a parameterized model."""
 
     masked: tuple[str, ...] = ()  # names of the parameters that have masks
-    masks_move: bool = False  # the masks need not be those of the plan
+    masks_move: bool = False  # whether the masks may differ from the plan's
 
 
 def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None, **settings: Unpack[Settings]) -> Plan:
     """Makes ``model`` follow a rule, in place: sets masks, init and forward factors. Returns the plan.
 
-    Weight matrices get new values. Norms, biases and parameters that do not scale keep their values; biases of torch's own
-    init, which shrink with width, are multiplied to the size that they have in the base. Weights that the model set to zero
-    stay zero, and frozen tables keep their values. On bad input the model is left untouched.
+    Weight matrices get new values. Norms, biases and parameters that do not scale keep their values, except that biases from
+    torch's own init, which shrink with width, are rescaled to the size they have in the base. Weights that the model set to
+    zero stay zero, and frozen tables keep their values. On bad input the model stays unchanged.
 
     base          the same model at base width, the width at which hyperparameters were tuned; it may have fewer layers
     rule          "sp" | "mup" | "smupar" (default) | "smupar-init-only" | "smupar-lr-only" | "smupar-aligned"
@@ -76,20 +76,20 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
                   that is summed over, or a tuple of several
     delta         the same model at any other width; shows which dimensions scale if model and base are equally wide
     example       a batch for the model: a tensor, a tuple of arguments, or a dict of keyword arguments. One forward pass of
-                  copies of base and model shows how each parameter is used, so that hardly any role has to be asked for
+                  copies of base and model shows how each parameter is used, so that you hardly ever have to name roles
     branches      globs of the modules whose outputs are added to the residual stream, such as ["blocks.*.attn.proj",
                   "blocks.*.mlp.down"]; needed if the model is deeper than the base and no example shows them
     depth         "completep" | "depth-mup" | "none": how factors follow the depth; default "completep" for SmuPar's rules and
                   "none" for SP and muP, as in the tables of the papers
-    multipliers   numbers that follow the width and are no sizes, such as sqrt(width) after an embedding: "base" gives them the
+    multipliers   numbers that follow the width but are not sizes, such as sqrt(width) after an embedding: "base" gives them the
                   base's values, "own" leaves them alone, "ask" (default) leaves a reminder
     kappa         for rule "smupar-aligned": ``smupar.observe(...).observation.kappa()`` of the proxy
-    reset         whether norms get their module's own init and biases become 0, for a model fresh from ``to_empty``, which
+    reset         True: norms get their module's own init and biases become 0, for a model fresh from ``to_empty``, which
                   has no values to keep. None (default) does so, with a warning, if no parameter of the model was ever
                   written in place. That is the case after ``to_empty``, and after deepcopy
     """
     _refuse(model)
-    settings["masks"] = given = read_masks(settings.get("masks"))  # so that the planner need not read a file again
+    settings["masks"] = given = read_masks(settings.get("masks"))  # so that the planner does not read a file again
     parameters = dict(model.named_parameters())
     is_empty = reset or (reset is None and all(parameter._version == 0 for parameter in parameters.values()))
     plan = planned(model, base, settings, has_values=not is_empty)
@@ -98,7 +98,7 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
     if is_empty:
         resets = plan_resets(model, plan, sure=reset is True)
         messages += resets.cautions if reset is None else []
-    # Before anything changes: a mask that cannot be drawn, or a warning raised as an error, must leave the model as it is.
+    # Masks are drawn, and warnings issued, before anything changes: either may raise, and must leave the model as it is.
     with torch.device("cpu"):
         masks = _masks(plan, _by_parameter(given, plan))
     warn(messages, stacklevel=3)
@@ -116,11 +116,11 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
 def attach(model: nn.Module, plan: Plan, optimizer: Any = None, *, masks: MaskSetting = None) -> None:
     """Puts masks, gradient hooks and forward factors back from the plan. Does nothing where they are in place.
 
-    Call it after deepcopy, ``to_empty`` with a loaded checkpoint, ``load_state_dict(assign=True)`` or sharding. Masks that the
-    model lacks are drawn from the plan again. If you gave masks to ``parameterize``, give them again as ``masks``.
+    Call it after deepcopy, ``to_empty`` with a loaded checkpoint, ``load_state_dict(assign=True)`` or sharding. Missing masks
+    are drawn again from the plan. If you gave masks to ``parameterize``, give them again as ``masks``.
 
-    Weights are masked after each step of optimizers whose updates mix entries, such as Muon, and of unknown optimizers. If you
-    pass an ``optimizer`` (or several), weights are masked after each of its steps too.
+    Weights are masked after each step of an optimizer whose updates mix entries, such as Muon, and of an unknown optimizer.
+    They are also masked after each step of any ``optimizer`` (one or several) that you pass.
     """
     model = unwrapped(model)
     check_plan(model, plan)
@@ -135,8 +135,8 @@ def attach(model: nn.Module, plan: Plan, optimizer: Any = None, *, masks: MaskSe
 
 
 def _warn_of_other_zeros(model: nn.Module, drawn: Mapping[str, Tensor]) -> None:
-    """Warns if a drawn mask is not the mask that the weights were trained with. Non-zeros off the drawn mask would stay
-    non-zero and never train."""
+    """Warns if the weights were trained with another mask than the drawn one. Non-zeros off the drawn mask would stay non-zero
+    and never train."""
     parameters = dict(model.named_parameters())
     for name, mask in drawn.items():
         weight = parameters[name].detach()
@@ -146,10 +146,10 @@ def _warn_of_other_zeros(model: nn.Module, drawn: Mapping[str, Tensor]) -> None:
         num_zeros = mask.numel() - int(kept.sum())
         if bool((kept & ~mask).any()) and 2 * num_zeros > mask.numel() - int(
             mask.sum()
-        ):  # fewer zeros: fresh weights, into which a checkpoint will be loaded
+        ):  # fewer zeros: the weights are fresh, and a checkpoint will be loaded into them
             warnings.warn(
-                f"{name!r} has other zeros than the mask that the plan draws: if these are trained weights, their masks "
-                "moved, or were given. Load the state dict with its masks, after attach, or pass masks=",
+                f"{name!r} has other zeros than the mask that the plan draws. If these are trained weights, their masks moved "
+                "or were given: load the state dict with its masks after attach, or pass masks=",
                 PlanWarning,
                 stacklevel=3,
             )
@@ -161,7 +161,7 @@ def check_plan(model: nn.Module, plan: Plan) -> None:
     unknown = [row.name for row in plan if names.get(row.name) != row.shape]
     if unknown:
         raise ValueError(
-            f"the plan is of another model or width, {len(unknown)} parameters differ: it has {unknown[0]!r} as "
+            f"the plan belongs to another model or width, since {len(unknown)} parameters differ: it has {unknown[0]!r} as "
             f"{plan[unknown[0]].shape}, this model {names.get(unknown[0], 'has none')}; make a plan for this model"
         )
 
@@ -182,18 +182,18 @@ def is_parameterized(model: nn.Module) -> bool:
 
 
 def check_parameterized(model: nn.Module, remedy: str = "first (smupar.attach on a loaded one)") -> None:
-    """Refuses a model without a plan in it; ``remedy`` says when it should be parameterized."""
+    """Refuses a model that is not parameterized; ``remedy`` says when to do it."""
     refuse(not is_parameterized(model), f"this model is not parameterized: call smupar.parameterize {remedy}")
 
 
 def check_not_compiled(model: nn.Module, remedy: str) -> None:
-    """Refuses a model with a compiled module, which would go on with the hooks and weights that it was compiled with."""
+    """Refuses a model with a compiled module, since compiled code keeps the hooks and weights that it was compiled with."""
     for path, module in model.named_modules():
         refuse(module._compiled_call_impl is not None, f"{path or 'the model'!r} is compiled already {remedy}")
 
 
 def let_masks_move(model: nn.Module) -> None:
-    """From now on the masks need not be those of the plan."""
+    """Marks that the masks may differ from the plan's from now on."""
     setattr(model, _MARK, replace(_attached(model), masks_move=True))
 
 
@@ -206,12 +206,12 @@ def _attached(model: nn.Module) -> _Attached:
 
 
 def mask_of(model: nn.Module, name: str) -> Tensor | None:
-    """The mask of a parameter, if it has one: its buffer, or a copy where only non-zeros are kept."""
+    """The mask of a parameter, if it has one: its buffer, or a copy if only non-zeros are kept."""
     return weight_of(model, name).mask
 
 
 def add_masks(model: nn.Module, plan: Plan) -> None:
-    """Gives every hidden weight without a mask one that keeps all weights, so that it can move later."""
+    """Gives every dense hidden weight a mask of ones, which can move later."""
     missing = [weight for weight in hidden_weights(model, plan).values() if not weight.is_masked]
     _attach(model, plan, {weight.name: weight.full_mask() for weight in missing})
 
@@ -233,7 +233,7 @@ def add_missing_factors(models: Sequence[nn.Module], plans: Sequence[Plan]) -> N
     for model, plan in zip(models, plans, strict=True):
         for name, parameter in model.named_parameters(remove_duplicate=False):
             module = model.get_submodule(parent_path(name))
-            # A further name of a tied table has no row.
+            # The second name of a tied table has no row.
             outer = name not in plan or plan[name].role in ("embedding", "unembedding")
             if outer and parameter.ndim > 1 and not hasattr(module, FACTOR):
                 _set_factor(module, 1.0, parameter)
@@ -243,7 +243,7 @@ def add_missing_factors(models: Sequence[nn.Module], plans: Sequence[Plan]) -> N
 
 
 def add_missing_branches(model: nn.Module, ends: Iterable[nn.Module]) -> None:
-    """Gives the factor 1 to those of these modules, the ends of residual branches, that no depth rule scales."""
+    """Gives the ends of residual branches that no depth rule scales the factor 1."""
     for module in ends:
         if not hasattr(module, BRANCH):
             set_branch(module, 1.0, next(model.parameters()))
@@ -287,7 +287,7 @@ def _refuse_used_names(model: nn.Module, plan: Plan) -> None:
 
 
 def _by_parameter(masks: Mapping[str, Tensor], plan: Plan) -> dict[str, Tensor]:
-    """Masks whose keys may be those of a state dict, by parameter name."""
+    """Masks by parameter name, from keys that may have the suffix of a state dict."""
     return {name if name in plan else name.removesuffix(MASK): mask for name, mask in masks.items()}
 
 
@@ -326,18 +326,19 @@ def _times(x: Any, factor: Tensor) -> Any:
 
 
 def _scale_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    """For lookups, whose input is an index."""
+    """Scales the output of a lookup, whose input is an index."""
     return output * getattr(module, FACTOR)
 
 
 def _scale_branch(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """For modules that end a residual branch, whose bias is scaled too. Attention may return a tuple with its output first."""
+    """Scales the output of a module that ends a residual branch, bias included. Attention may return a tuple with its output
+    first."""
     factor = getattr(module, BRANCH)
     return (output[0] * factor, *output[1:]) if isinstance(output, tuple) else output * factor
 
 
 def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
-    """The work of ``attach``. ``masks`` are the masks that the model still misses."""
+    """Does the work of ``attach``. ``masks`` are the masks that the model still lacks."""
     _let_compilers_see_hooks()
     for number in plan.multipliers:
         if number.is_set:
@@ -351,12 +352,13 @@ def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
             _set_factor(model.get_submodule(path), factor, weight.parameter)
     for path, factor in plan.branches:
         set_branch(model.get_submodule(path), factor, next(model.parameters()))
-    masked = {weight.name: weight for _, weight in rows if weight.is_masked}  # by the plan, or for masks that will move
+    # masked by the plan, or with a mask that will move
+    masked = {weight.name: weight for _, weight in rows if weight.is_masked}
     no_broadcast(model, (name for weight in masked.values() for name in weight.mask_buffers))
     no_broadcast(model, (f"{path}.{FACTOR}" for row, _ in rows for path, _ in row.forward))
     no_broadcast(model, (f"{path}.{BRANCH}" for path, _ in plan.branches))
     if not all(weight.stores_zeros for weight in masked.values()):
-        watch_optimizers(model, ())  # copied and unpickled models were never registered
+        watch_optimizers(model, ())  # copied and unpickled models are not registered yet
     if not hasattr(model, _MARK):
         model.register_load_state_dict_pre_hook(_before_load)
         model.register_load_state_dict_post_hook(_after_load)
@@ -364,21 +366,21 @@ def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
 
 
 def _let_compilers_see_hooks() -> None:
-    """Makes torch.compile look at hooks. By default it does not: a model with hooks would run the code that was compiled for an
-    equal model without them. These settings of torch belong to a thread."""
+    """Makes torch.compile check hooks. By default it does not, so a model with hooks would run code that was compiled for the
+    same model without hooks. These settings of torch are per thread."""
     may_have_compiled = "torch._dynamo" in sys.modules
-    import torch._dynamo  # which every optimizer imports as well
+    import torch._dynamo  # every optimizer imports this as well
 
     if torch._dynamo.config.skip_nnmodule_hook_guards:
         torch._dynamo.config.skip_nnmodule_hook_guards = False
-        # Code that was compiled earlier still has no such guards. Threads that make models side by side must not reset the
-        # compiler together.
+        # Code that was compiled earlier has no such guards. Threads that make models side by side must not all reset the
+        # compiler.
         if may_have_compiled and threading.current_thread() is threading.main_thread():
             torch._dynamo.reset()
 
 
 def _set_buffer(module: nn.Module, name: str, factor: float, parameter: Tensor) -> None:
-    # Rebuilt each time: .bfloat16() rounds a buffer and to_empty leaves it without a value.
+    # Rebuilt each time, since .bfloat16() rounds a buffer and to_empty leaves it uninitialised.
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     module.register_buffer(name, torch.tensor(factor, dtype=dtype, device=parameter.device), persistent=False)
 
@@ -388,7 +390,8 @@ def has_branch_hook(module: nn.Module) -> bool:
 
 
 def set_branch(module: nn.Module, factor: float, parameter: Tensor) -> None:
-    """Makes a module multiply its output by a factor. ``parameter`` is any of the model, for its device and dtype."""
+    """Makes a module multiply its output by a factor. ``parameter`` is any parameter of the model; it gives device and
+    dtype."""
     _set_buffer(module, BRANCH, factor, parameter)
     if not has_branch_hook(module):
         module.register_forward_hook(_scale_branch)
@@ -408,8 +411,8 @@ def _set_factor(module: nn.Module, factor: float, parameter: Tensor) -> None:
 
 
 def _before_load(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Lets a model load a checkpoint without masks, and keeps the model's own masks. Also expands the checkpoint of a model
-    that keeps only non-zeros."""
+    """Lets a model load a checkpoint without masks; the model's own masks stay. Also expands weights that the checkpoint stores
+    as non-zeros."""
     masked = _every_name(model, _attached(model).masked)
     for name in masked:
         if is_compressed(state, f"{prefix}{name}") and (weight := weight_of(model, name)).stores_zeros:
@@ -421,14 +424,14 @@ def _before_load(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
     if absent:
         warnings.warn(
             f"the checkpoint holds no mask for {len(absent)} sparse parameters ({absent[0]!r}, ...): "
-            "the model's own masks stay and weights off them become 0",
+            "the model's own masks stay, and weights off the mask become 0",
             PlanWarning,
             stacklevel=6,
         )
 
 
 def _every_name(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """All names of these parameters, including those of modules in several places: a state dict holds them under each name."""
+    """All names of these parameters. A state dict has a module that is used in several places under each of its names."""
     modules: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         modules.setdefault(id(module), []).append(path)
@@ -438,7 +441,7 @@ def _every_name(model: nn.Module, names: Iterable[str]) -> list[str]:
 
 @torch.no_grad()
 def _after_load(model: nn.Module, _: Any) -> None:
-    """Sets weights off the mask to 0, whatever was loaded. Tensors that ``assign=True`` replaced get their hooks back."""
+    """Sets weights off the mask to 0, whatever was loaded. Parameters that ``assign=True`` replaced get their hooks again."""
     for weight in (weight_of(model, name) for name in _attached(model).masked):
         weight.attach()
         weight.zero_off_mask()

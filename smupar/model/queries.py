@@ -1,6 +1,8 @@
-"""Looks into an attention while it runs: whether its scale field acts, and which outputs of which layer are its queries.
+"""Watches an attention while it runs, to see whether its scale field has an effect, and which outputs of which layer are its
+queries.
 
-A forward pass is watched from the start of the attention to its first softmax. ``scaled_dot_product_attention`` counts as one.
+A forward pass is watched from the start of the attention to its first softmax; ``scaled_dot_product_attention`` counts as a
+softmax.
 """
 
 from __future__ import annotations
@@ -31,18 +33,18 @@ class Queries:
     layer: str  # path of the layer inside the attention
     rows: tuple[tuple[int, int], ...]  # ranges of its outputs; empty if all are queries
     head_dim: int
-    scale: float  # the number that the model multiplies q.k by; NaN if it is not known
+    scale: float  # the number that the model multiplies q.k by; NaN if unknown
 
 
 @dataclass
 class _Seen:
-    """What was seen in one attention: the logits before the softmax, or queries times scale where torch fuses both."""
+    """What was seen in one attention: the logits before the softmax, or queries times scale if torch fuses both."""
 
     signal: Tensor | None = None
     is_fused: bool = False
     head_dim: int = 0
-    scale: float = math.nan  # known only for fused products
-    product: Tensor | None = None  # q.k before it is scaled
+    scale: float = math.nan  # known only for fused attention
+    product: Tensor | None = None  # q.k before scaling
     called: list[str] = field(default_factory=list)
 
 
@@ -72,7 +74,7 @@ class _Watch(TorchFunctionMode):
 
 
 def acts(model: nn.Module, attention: FoundAttention, runs: Sequence[Run]) -> bool | None:
-    """Whether another number in the field changes what the attention does; None if no forward pass could be watched."""
+    """Whether changing the field changes the attention's logits; None if no forward pass could be watched."""
     before = _watched(model, attention, runs)
     if before is None or before.signal is None:
         return None
@@ -101,13 +103,13 @@ def find_queries(model: nn.Module, attention: FoundAttention, runs: Sequence[Run
 
 
 def _rows(model: nn.Module, attention: FoundAttention, layer: str, runs: Sequence[Run]) -> Tensor | None:
-    """Which outputs of a layer reach the logits of the last position as queries. The logits of this position and of keys before
-    it do not depend on its own key. Their differences do not depend on what a model subtracts from all of them, such as the
-    largest."""
+    """Which outputs of a layer are queries: those that reach the logits of the last position with earlier keys. Such logits do
+    not depend on the last position's own key, and their differences do not depend on what a model subtracts from all logits.
+    """
     outputs: list[Tensor] = []
 
     def cut(_: nn.Module, args: Any, output: Tensor) -> Tensor:
-        if outputs:  # a layer that is used again, after the logits that are watched
+        if outputs:  # the layer is used again after the watched logits
             return output
         outputs.append(output.detach().requires_grad_())
         return outputs[0]
@@ -137,7 +139,7 @@ def _of_earlier_keys(logits: Tensor) -> Tensor:
 def _scale_if_linear(
     model: nn.Module, attention: FoundAttention, layer: str, rows: Tensor, runs: Sequence[Run]
 ) -> float | None:
-    """The number that the model multiplies q.k by, NaN if it is not known; None if these rows do not scale the logits."""
+    """The number that the model multiplies q.k by, NaN if unknown; None if the logits are not proportional to these rows."""
     seen = []
     for factor in (0.0, 1.0, 2.0):
         vector = torch.where(rows, factor, 1.0)
@@ -188,7 +190,7 @@ def _ranges(rows: Tensor) -> tuple[tuple[int, int], ...]:
 
 
 def _watched(model: nn.Module, attention: FoundAttention, runs: Sequence[Run]) -> _Seen | None:
-    """What was seen in the first run that reaches the attention; None if none does."""
+    """What was seen in the first run that reaches the attention; None if no run does."""
     for run in runs:
         watch = _Watch()
         with quiet(model), _hooks(attention.module, watch), suppress(Exception), watch:
@@ -225,7 +227,7 @@ def _hooks(core: nn.Module, watch: _Watch) -> Iterator[None]:
 
 @contextmanager
 def quiet(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients, unless these are turned on, and without a trace in the random numbers."""
+    """Evaluation mode, without gradients unless they are turned on inside, and with the random state restored."""
     modes = {module: module.training for module in model.modules()}
     grad = torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad()
     try:

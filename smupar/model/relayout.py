@@ -1,5 +1,5 @@
-"""Adapts optimizers when the weights of a model change their layout, from matrices to non-zeros or back. An optimizer that
-holds a replaced parameter refuses to step. State that was saved in the other layout is converted."""
+"""Adapts optimizers when weights change their layout, from matrices to non-zeros or back. An optimizer that holds a replaced
+parameter refuses to step. Optimizer state in the other layout is converted."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from smupar.plan.settings import refuse
 
 _REPLACED = "_smupar_replaced"
 _MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-# The ``state`` of each optimizer that was laid out last: loading a state dict brings another one.
+# The ``state`` of each optimizer that was last converted. Loading a state dict replaces it.
 _FITTED: weakref.WeakKeyDictionary[Optimizer, object] = weakref.WeakKeyDictionary()
 
 
 def watch_optimizers(model: nn.Module, replaced: Iterable[nn.Parameter]) -> None:
-    """Watches the optimizers of a model whose weights have a new layout. Those that hold a replaced parameter refuse to step,
-    and state that they load is converted to the new layout."""
+    """Watches the optimizers of a model whose weights have a new layout. Optimizers with a replaced parameter refuse to step,
+    and state that is loaded is converted to the new layout."""
     _MODELS.add(model)
     for parameter in replaced:
         setattr(parameter, _REPLACED, True)
@@ -32,13 +32,13 @@ def watch_optimizers(model: nn.Module, replaced: Iterable[nn.Parameter]) -> None
 def _refuse_replaced(step: Step) -> None:
     refuse(
         any(hasattr(parameter, _REPLACED) for group in step.optimizer.param_groups for parameter in group["params"]),
-        "this optimizer holds weights that sparsify_storage has replaced, and would train nothing: make param_groups and "
-        "the optimizer again, after it",
+        "this optimizer holds weights that sparsify_storage has replaced, and would train nothing: make param_groups and the "
+        "optimizer after sparsify_storage",
     )
 
 
 def _fit_state(step: Step) -> None:
-    """Converts optimizer state, at the first step and at the first step after state was loaded."""
+    """Converts optimizer state at the first step, and at the first step after state was loaded."""
     states = step.optimizer.state
     if _FITTED.get(step.optimizer) is states:
         return

@@ -1,8 +1,9 @@
-"""The seam around ``optimizer.step()``: everything that the package does before and after a step, by name and in a fixed order.
+"""The seam around ``optimizer.step()``: everything that smupar does before and after a step, by name and in a fixed order.
 
 torch calls two global hooks of ours at the step of every optimizer: the first before the optimizer's own hooks, the second
-after them. Each optimizer has a ``Seam`` with the phases that apply to it. It is an attribute that copies and pickles drop, as
-they drop hooks. ``print(seam_of(optimizer))`` shows what will run. For an optimizer without phases, the cost is two calls.
+after them. Each optimizer has a ``Seam`` with the phases that apply to it. The seam is an attribute that copies and pickles do
+not have, just as they do not have hooks. ``print(seam_of(optimizer))`` shows what will run. An optimizer without phases pays
+for two function calls.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from smupar.model.sharding import local
 from smupar.plan.settings import refuse
 
 _PREPARE = ("refuse_replaced", "fit_state", "check_ratios", "set_rates")
-# With a closure, it runs after each call of the closure, since those forward passes belong to this step.
+# With a closure, ``look`` runs after each call of it, since its forward passes belong to this step.
 _LOOK = ("look",)
-# What is measured has been corrected and masked, at the learning rates of the step.
+# ``measure`` sees corrected and masked weights, and the learning rates of the step.
 _FOLLOW_UP = ("correct", "mask", "measure")
-# These run even if a phase before them raises: schedulers must not find the rates of a step. If the step itself raises, torch
-# calls no hook after it, and the rates are restored with the next step.
+# These run even if an earlier phase raises, since schedulers must not see the rates of a step. If the step itself raises, torch
+# calls no hook after it, and the next step restores the rates.
 _ALWAYS = ("restore_rates", "count")
 BEFORE, AFTER = _PREPARE + _LOOK, _FOLLOW_UP + _ALWAYS
 _SEAM = "_smupar_seam"
 
 
 class Step:
-    """One step of an optimizer, as the phases see it."""
+    """One step of an optimizer. Phases get it as their argument."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
 
     @cached_property
     def was_noop(self) -> bool:
-        """Whether the step changed nothing. This is for phases after the step; the first phase that asks finds out."""
+        """Whether the step changed nothing, for phases after the step. It is found out once, when the first phase asks."""
         return step_was_noop(self.optimizer)
 
 
@@ -50,12 +51,12 @@ Owner = TypeVar("Owner")
 
 
 class Seam:
-    """The phases of one optimizer. Each phase belongs to an owner. An owner has at most one phase of each name: a second one
+    """The phases of one optimizer. Each phase belongs to an owner. An owner has at most one phase of each name; adding a second
     replaces the first."""
 
     def __init__(self) -> None:
         self.phases: dict[str, dict[Hashable, Phase]] = {}
-        self.step: Step | None = None  # the one that is being made
+        self.step: Step | None = None  # the current step
 
     def add(self, owner: Hashable, **phases: Phase) -> None:
         for name, phase in phases.items():
@@ -71,7 +72,7 @@ class Seam:
         return list(self.phases.get(phase, ()))
 
     def owner(self, kind: type[Owner]) -> Owner | None:
-        """The owner of this class, of whichever phase."""
+        """The owner of this class, among the owners of all phases."""
         return next((owner for phases in self.phases.values() for owner in phases if isinstance(owner, kind)), None)
 
     def __str__(self) -> str:
@@ -83,7 +84,7 @@ class Seam:
         return "\n".join(lines)
 
     def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Runs the phases before the step. Returns the step's arguments if a closure among them had to be wrapped."""
+        """Runs the phases before the step. Returns new arguments for the step if it wraps a closure among them."""
         step = Step(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         self.run(_PREPARE, step)
@@ -136,12 +137,12 @@ def seam_of(optimizer: Optimizer) -> Seam:
 
 _EVERYWHERE: dict[tuple[str, Phase], Callable[[Optimizer], bool]] = {}
 _KNOWN: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_LOCK = threading.RLock()  # models are made, and optimizers stepped, in threads
+_LOCK = threading.RLock()  # threads may make models and step optimizers at the same time
 
 
 def on_every_step(name: str, phase: Phase, applies: Callable[[Optimizer], bool] = lambda _: True) -> None:
-    """Adds a phase to all optimizers that it applies to, now and later. The phase is its own owner. A second call changes
-    nothing."""
+    """Adds a phase to all optimizers that it applies to, existing and new ones. The phase is its own owner. A second call
+    changes nothing."""
     with _LOCK:
         if (name, phase) not in _EVERYWHERE:
             _install()
@@ -152,7 +153,7 @@ def on_every_step(name: str, phase: Phase, applies: Callable[[Optimizer], bool] 
 
 @cache
 def _install() -> None:
-    """Installs the only hooks that belong to no model and no optimizer. torch.compile must not trace them, since it would not
+    """Installs the only hooks that belong to no model and no optimizer. torch.compile must not trace them, since it does not
     see the masks of parameters."""
     register_optimizer_step_pre_hook(torch.compiler.disable(_before))
     register_optimizer_step_post_hook(torch.compiler.disable(_after))
@@ -168,8 +169,9 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if seam.step is not None:
         seam.finish()
     else:
-        # A step that called the step of its parent class, which torch wraps too: the inner one has run all phases, and what the
-        # outer one wrote to the weights afterwards is masked.
+        # The step called the step of its parent class, which torch wraps too. The inner step has run all phases. The outer one
+        # may have
+        # written to weights afterwards, so they are masked again.
         seam.run(("mask",), Step(optimizer))
 
 
@@ -177,7 +179,7 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def optimizers(optimizer: Any) -> list[Optimizer]:
-    """One optimizer, several or none, as a list, each without its wrappers."""
+    """One optimizer, several or none, as a list of unwrapped optimizers."""
     if optimizer is None:
         return []
     return [unwrap_optimizer(each) for each in (optimizer if isinstance(optimizer, Iterable) else [optimizer])]
@@ -197,11 +199,11 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 def step_was_noop(optimizer: Optimizer) -> bool:
     """Whether the last step of an optimizer changed nothing. There are two such steps: torch.distributed.checkpoint makes one
     with a learning rate of 0 to create state, and a fused optimizer skips one if a GradScaler found an overflow."""
-    overflow = getattr(optimizer, "found_inf", None)  # from a GradScaler; nobody else waits here for the GPU
+    overflow = getattr(optimizer, "found_inf", None)  # set by a GradScaler; only then is the GPU waited for
     if overflow is not None and bool(overflow):
         return True
     rates = [group["lr"] for group in optimizer.param_groups]
-    # Reading a GPU tensor at each step would stall it; torch.distributed.checkpoint makes its empty step on the CPU.
+    # Reading a GPU tensor at each step would stall the GPU; torch.distributed.checkpoint makes its empty step on the CPU.
     if any((isinstance(lr, Tensor) and lr.device.type != "cpu") or float(lr) != 0 for lr in rates):
         return False
     grads = (parameter.grad for group in optimizer.param_groups for parameter in group["params"])

@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 def like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """``tensor`` on the device of ``parameter``. Under FSDP2 this is the rank's shard of it, since every rank has drawn the
-    full tensor."""
+    """``tensor`` on the device of ``parameter``; under FSDP2 this rank's shard of it. Every rank passes the same full
+    tensor."""
     if not is_sharded(parameter):
         return tensor.to(parameter.device)
     from torch.distributed.tensor import DTensor, distribute_tensor
@@ -20,7 +20,7 @@ def like(tensor: Tensor, parameter: Tensor) -> Tensor:
 
 
 def sharded_like(parameter: Tensor, shard: Tensor) -> Tensor:
-    """A tensor that is sharded like a parameter. ``shard`` is the part of this rank."""
+    """A tensor that is sharded like a parameter. ``shard`` is this rank's part."""
     from torch.distributed.tensor import DTensor
 
     assert isinstance(parameter, DTensor)

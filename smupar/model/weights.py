@@ -1,13 +1,13 @@
-"""A weight matrix of a model, in any of the three ways of keeping it, with everything that the rest of the library asks about
-it or does to it.
+"""One interface to a weight matrix in each of the three ways to keep it: everything that the library reads from a weight or
+does to it.
 
-``DenseWeight``       a parameter of its full shape, with a mask beside it or none, as biases have; it may be sharded over ranks
+``DenseWeight``       a parameter of full shape, with or without a mask; it may be sharded over ranks
 ``CompressedWeight``  a parameter of the non-zeros alone, in a ``SparseLinear``
 ``StackedWeight``     the same weight of many models, in tensors with a leading dimension of models
 
-Optimizer groups, learning rates and traces go by the parameter's name and need none of this. Code that needs the matrix, the
-mask, the optimizer state or the dense gradient asks ``weight_of(model, name)`` or ``hidden_weights(model, plan)``. Masks are
-moved and updates are measured on tensors with a row for each model, so that one model and a stack of many share the code. For
+Optimizer groups, learning rates and traces use the parameter's name and need none of this. Code that needs the matrix, the
+mask, the optimizer state or the dense gradient calls ``weight_of(model, name)`` or ``hidden_weights(model, plan)``. Code that
+moves masks or measures updates works on tensors with one row per model, so that it serves one model and a stack of many. For
 this all three classes have ``shape``, ``rows``, ``set_mask``, ``dense_grad``, ``multiply``, ``input_gradient``, ``num_kept``,
 ``scale``, ``snapshot`` and ``restore``.
 """
@@ -33,13 +33,13 @@ from smupar.plan.parameters import parent_path
 from smupar.plan.plan import Plan
 from smupar.plan.settings import refuse
 
-ONLY = (0,)  # the models of a weight that belongs to a single one
+ONLY = (0,)  # the only model of a weight that is not stacked
 
 
 class ModelWeight(ABC):
-    """A weight of one model, in a module of it."""
+    """A weight in a module of one model."""
 
-    stores_zeros: ClassVar[bool]  # whether entries off the mask exist, so that something could write to them
+    stores_zeros: ClassVar[bool]  # whether entries off the mask exist in memory, so that other code can write to them
 
     def __init__(self, module: nn.Module, name: str, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
         self.module, self.name, self.leaf, self.optimizers = module, name, name.rpartition(".")[2], optimizers
@@ -64,15 +64,14 @@ class ModelWeight(ABC):
 
     @abstractmethod
     def laid_out(self, matrix: Tensor) -> Tensor:
-        """A whole matrix in the form of the parameter."""
+        """Converts a whole matrix to the form of the parameter."""
 
     # The mask
 
     @property
     @abstractmethod
     def mask(self) -> Tensor | None:
-        """The mask, if there is one. It is the buffer itself, which may be sharded, or a new tensor if there is no such
-        buffer."""
+        """The mask, if there is one: the buffer itself, which may be sharded, or a new tensor if no buffer holds it."""
 
     @property
     @abstractmethod
@@ -90,14 +89,14 @@ class ModelWeight(ABC):
 
     @abstractmethod
     def attach(self, mask: Tensor | None = None) -> None:
-        """Puts a mask in place, if one is given, and the gradient's hook."""
+        """Registers the mask, if one is given, and the gradient's hook."""
 
     @abstractmethod
     def zero_off_mask(self) -> None:
-        """Makes weights off the mask 0, if they are stored."""
+        """Sets weights off the mask to 0, if they are stored."""
 
     def rows(self, models: Sequence[int] = ONLY) -> tuple[Tensor, Tensor]:
-        """Values and mask, each (models, entries), whole on every rank; for reading, since they may be views."""
+        """Values and mask, each (models, entries), whole on every rank. Only read them: they may be views."""
         return self.full().flatten()[None], self.full_mask().flatten()[None]
 
     def set_mask(self, new: Tensor, models: Sequence[int] = ONLY) -> MaskChange:
@@ -105,7 +104,8 @@ class ModelWeight(ABC):
         weights that are dropped or new, all of these become 0."""
         new = new.view(self.shape)
         if num_ranks() > 1:
-            dist.broadcast(sent := new.to(torch.uint8), 0)  # equal by construction; a rounding apart they would stay apart
+            # ranks compute the same mask; a rounding error could make them differ for good
+            dist.broadcast(sent := new.to(torch.uint8), 0)
             new = sent.bool()
         parameter, before = self.parameter, self.parameter.shape
         change = self._write_mask(new)
@@ -117,25 +117,25 @@ class ModelWeight(ABC):
 
     @abstractmethod
     def _write_mask(self, new: Tensor) -> MaskChange:
-        """Changes mask, parameter and gradient, for a whole mask."""
+        """Changes mask, parameter and gradient to a whole mask."""
 
     # The gradient and the product
 
     @property
     def masks_gradient(self) -> bool:
-        """Whether no gradient reaches weights off the mask."""
+        """Whether the gradient is masked."""
         return not self.stores_zeros or gradient_mask(self.parameter) is not None
 
     @property
     @abstractmethod
     def dense_gradient(self) -> DenseGradient:
-        """Where the gradient without a mask is kept, on request. The hook that masks the gradient fills it; for compressed
-        weights the layer's backward pass does (``model/compressed.Product``). If the hook is lost, it stays empty."""
+        """The place for the gradient without a mask, if that is requested. The hook that masks the gradient fills it; for
+        compressed weights the layer's backward pass does (``model/compressed.Product``). It stays empty if the hook is lost."""
 
     def dense_grad(self, models: Sequence[int] = ONLY) -> Tensor:
-        """The gradient without a mask, (models, entries), summed over ranks, if it was asked for."""
+        """The gradient without a mask, (models, entries), summed over ranks, if it was requested."""
         shard, grad = local(self.parameter), self.dense_gradient.value
-        if grad is None:  # on other ranks it has one
+        if grad is None:  # this rank has no gradient, but others may
             grad = shard.new_zeros(shard.shape if self.stores_zeros else self.shape)
         if is_sharded(self.parameter):
             grad = whole(sharded_like(self.parameter, grad))
@@ -145,7 +145,7 @@ class ModelWeight(ABC):
 
     @abstractmethod
     def can_multiply(self, in_dims: Sequence[int]) -> bool:
-        """Whether ``multiply`` knows the layer. It does not know attention that holds several matrices, for example."""
+        """Whether ``multiply`` supports the layer. Attention that holds several matrices, for example, is not supported."""
 
     @abstractmethod
     def multiply(self, x: Tensor, *, in_dim: int = 1) -> Tensor:
@@ -153,11 +153,11 @@ class ModelWeight(ABC):
 
     @abstractmethod
     def input_gradient(self, x: Tensor, output_grad: Tensor, *, in_dim: int = 1) -> Tensor:
-        """The gradient of the layer's input ``x`` through this layer alone, for a gradient of its whole output."""
+        """The gradient of the layer's input ``x`` through this layer alone, given the gradient of its whole output."""
 
     @abstractmethod
     def num_kept(self) -> Tensor:
-        """The number of weights on the mask, under FSDP2 of this rank's part."""
+        """The number of weights on the mask; under FSDP2, in this rank's part."""
 
     # Values from elsewhere
 
@@ -169,28 +169,28 @@ class ModelWeight(ABC):
         """A copy of the values for ``restore``. It is valid for any later mask."""
 
     def restore(self, values: Tensor, models: Sequence[int] = ONLY) -> None:
-        """Goes back to the values of a snapshot, for the weights that the present mask keeps."""
+        """Restores the values of a snapshot, for the weights that the current mask keeps."""
         self.parameter.copy_(self.laid_out(values))
         self.zero_off_mask()
 
     @abstractmethod
     def make_room(self, num_values: int) -> None:
-        """Prepares for that many values, which are about to be read into the model's own tensors."""
+        """Prepares the model's tensors for that many values, before they are read into them."""
 
     @torch.no_grad()
     def load(self, matrix: Tensor, mask: Tensor) -> None:
-        """Takes over values and mask, each a whole matrix."""
+        """Sets values and mask, each given as a whole matrix."""
         device = local(self.parameter).device
         self._write_mask(mask.to(device))
         self.parameter.copy_(self.laid_out(matrix.to(device)))
 
     @abstractmethod
     def is_foreign(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of this shape belongs to the weight in its other form, non-zeros or matrix."""
+        """Whether a tensor of this shape has the weight's other form: non-zeros instead of a matrix, or the reverse."""
 
     @abstractmethod
     def converted(self, foreign: Tensor) -> Tensor:
-        """A tensor of the other form, converted to the form of the parameter."""
+        """Converts a tensor of the other form to the form of the parameter."""
 
 
 class DenseWeight(ModelWeight):
@@ -224,7 +224,7 @@ class DenseWeight(ModelWeight):
     def attach(self, mask: Tensor | None = None) -> None:
         present = self.mask
         if mask is None and present is not None and is_sharded(self.parameter) and not is_sharded(present):
-            mask = present  # the weight was sharded after it got its mask
+            mask = present  # the weight was sharded after its mask was registered
         if mask is not None:
             self.module.register_buffer(f"{self.leaf}{MASK}", like(mask, self.parameter))
         if self.is_masked:
@@ -239,7 +239,7 @@ class DenseWeight(ModelWeight):
         mask, parameter, new = self.mask, self.parameter, self.laid_out(new)
         assert mask is not None
         changed = mask ^ new
-        parameter.masked_fill_(changed, 0)  # dropped: 0 from now on; grown: starts at 0
+        parameter.masked_fill_(changed, 0)  # dropped and grown weights both become 0
         mask.copy_(new)
         if parameter.grad is not None:
             zero_off_mask(parameter.grad, new)
@@ -256,7 +256,7 @@ class DenseWeight(ModelWeight):
 
     def multiply(self, x: Tensor, *, in_dim: int = 1) -> Tensor:
         kind = kind_of(self.module)
-        # A rank's rows of (out, in) give outputs of their own; those of (in, out) would be a part of the inputs.
+        # A rank's rows of an (out, in) matrix give complete outputs. Rows of an (in, out) matrix would cover only some inputs.
         part = local if in_dim == 1 and not kind.is_registered else whole
         return kind.multiply(self.module, part(self.parameter.detach()).to(x.dtype), x, in_dim)
 
@@ -275,7 +275,7 @@ class DenseWeight(ModelWeight):
         return self.parameter.detach().clone()
 
     def make_room(self, num_values: int) -> None:
-        """Does nothing, since a matrix has room for any mask."""
+        """Does nothing, since a matrix holds any mask."""
 
     def is_foreign(self, shape: Sequence[int]) -> bool:
         return self.is_masked and len(shape) == 1 < len(self.shape) and shape[0] == int(self.full_mask().sum())
@@ -285,7 +285,7 @@ class DenseWeight(ModelWeight):
 
 
 class CompressedWeight(ModelWeight):
-    """A weight that keeps only its non-zeros. Its layer has the index that says where they lie."""
+    """A weight that keeps only its non-zeros. Its layer has the index of their positions."""
 
     stores_zeros = False
     module: SparseLinear
@@ -322,7 +322,7 @@ class CompressedWeight(ModelWeight):
     def _write_mask(self, new: Tensor) -> MaskChange:
         refuse(
             num_ranks() > 1 and int(new.sum()) != len(self.parameter),
-            f"{self.name!r} keeps only its non-zeros, whose number cannot change on several ranks: keep it dense",
+            f"{self.name!r} keeps only its non-zeros, and their number cannot change on several ranks: keep it dense",
         )
         return self.module.set_mask(new)
 
@@ -357,14 +357,14 @@ class CompressedWeight(ModelWeight):
 
 @dataclass
 class StackedWeight:
-    """The same weight of every model of a stack. ``values`` and ``state`` are the tensors that the stack's step writes to. The
+    """The same weight in every model of a stack. ``values`` and ``state`` are the tensors that the stack's step updates. The
     methods do the same as those of ``ModelWeight``."""
 
     name: str
     values: Tensor  # (models, *shape)
     mask: Tensor | None
     state: list[Tensor]
-    gradient: Tensor | None = None  # the dense one, filled by the stack where it was asked for
+    gradient: Tensor | None = None  # the dense gradient, which the stack fills on request
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -414,7 +414,7 @@ Weight = ModelWeight | StackedWeight
 
 
 def weight_of(model: nn.Module, name: str, optimizers: Sequence[torch.optim.Optimizer] = ()) -> ModelWeight:
-    """A parameter of a model as a weight. Give its optimizers if their state must change when the mask moves."""
+    """A parameter of a model as a weight. Pass its optimizers if their state must change when the mask moves."""
     path, _, leaf = name.rpartition(".")
     module = model.get_submodule(path)
     kind = CompressedWeight if isinstance(module, SparseLinear) and leaf == "weight" else DenseWeight

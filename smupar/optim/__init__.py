@@ -1,1 +1,2 @@
-"""Learning rates: groups for any optimizer, a guard of the ratios between them, and rates of single layers that change."""
+"""Learning rates: groups for any optimizer, a guard for the ratios between them, and layer rates that change during
+training."""

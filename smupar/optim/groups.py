@@ -1,7 +1,7 @@
 """Optimizer groups from a plan, for any torch optimizer.
 
-The factor is inside each group's ``lr``, so any training loop uses it without knowing. Groups carry ``name``,
-``lr_factor``, ``family`` and ``decay`` for the audit, the guard and the reader.
+The factor is part of each group's ``lr``, so training loops need no change. Groups also have ``name``, ``lr_factor``,
+``family`` and ``decay``, which the audit, the guard and people read.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def param_groups(
 
     lr            base learning rate, a number or a tensor; the tensor is not changed
     optimizer     name or class of the optimizer that will get the groups; it decides which factors of Table 1 apply
-    decay         "independent": decay divided by the LR factor, so that LR times decay stays what was tuned;
+    decay         "independent": decay divided by the LR factor, so that LR times decay stays as tuned;
                   "coupled": the same decay everywhere, as in the paper's reference code
     eps           "constant", or "width": epsilon shrinks as the width grows, as gradients do
     eps_value     base epsilon; default for "constant" the optimizer's own, for "width" 1e-8
@@ -95,7 +95,7 @@ def _refuse_shape(facts: OptimizerFacts, name: str, parameter: nn.Parameter) -> 
 
 
 def _users_groups(extra: Iterable[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-    """Copies of the user's own groups, each with a list of parameters."""
+    """Copies of the user's own groups, with their parameters as lists."""
     if isinstance(extra, Mapping):
         raise ValueError("extra takes a list of groups: extra=[{'params': ..., 'lr': ...}]")
     users = [dict(group) for group in extra or ()]
@@ -112,20 +112,20 @@ def _trained(model: nn.Module, plan: Plan, users: list[dict[str, Any]]) -> dict[
     untied = [name for name in unplanned if name in uses]
     if untied:
         raise ValueError(
-            f"{untied[0]!r} was tied to another parameter when the plan was made and no longer is "
+            f"{untied[0]!r} was tied to another parameter when the plan was made, but no longer is "
             "(load_state_dict(assign=True) does that): tie the two again"
         )
     if unplanned:
-        raise ValueError(f"the plan does not know {', '.join(unplanned[:4])}: give them a group of their own with extra=[...]")
+        raise ValueError(f"the plan has no row for {', '.join(unplanned[:4])}: give them a group of their own with extra=[...]")
     return parameters
 
 
-# If LR times decay is larger, a weight forgets what it learned within 20 steps.
+# With a larger LR times decay, a weight forgets what it learned within 20 steps.
 _FORGETS = 0.05
 
 
 def _warn_of_forgetting(groups: list[dict[str, Any]], optimizer: object) -> None:
-    """Names the group that forgets fastest, and the factor that makes it do so."""
+    """Warns of the group that forgets fastest, and names the factor that causes it."""
     shrinks = [float(group["lr"]) * group["weight_decay"] for group in groups]
     if not groups or max(shrinks) <= _FORGETS or not decouples_decay(optimizer):
         return
@@ -143,12 +143,12 @@ def _warn_of_forgetting(groups: list[dict[str, Any]], optimizer: object) -> None
 
 
 def _warn_of_decay_in_gradient(optimizer: object) -> None:
-    """Warns about optimizers that add weight decay to the gradient and then use only its direction."""
+    """Warns about optimizers that add weight decay to the gradient and then normalise its size away."""
     facts = facts_of(optimizer)
     if facts.eps and not decouples_decay(optimizer):
         warnings.warn(
-            f"{facts.name.lower()} adds weight decay to the gradient, which shrinks with width, so the decay that was tuned on "
-            "the base is too large here. Use AdamW, which keeps the two apart. If your optimizer sets "
+            f"{facts.name.lower()} adds weight decay to the gradient. Gradients shrink with width, so the decay that was "
+            "tuned on the base is too large here. Use AdamW, which keeps the two apart. If your optimizer sets "
             "decoupled_weight_decay=True, pass optimizer='adamw' here",
             PlanWarning,
             stacklevel=3,
@@ -167,10 +167,10 @@ def groups_by_optimizer(
     decayed: str = "all",
     **settings: Any,
 ) -> list[tuple[str, list[dict[str, Any]]]]:
-    """Every optimizer of a run by name, with its groups. With a ``rest_lr`` the named optimizer takes the hidden weights, and
-    AdamW takes the rest at that learning rate. Muon takes hidden matrices only, so its ``rest_lr`` is ``lr`` by default.
-    Epsilon goes to the optimizers that have one, weight decay to the roles of ``DECAYED[decayed]``. ``settings`` are those of
-    ``param_groups``."""
+    """The groups of every optimizer of a run, by optimizer name. With a ``rest_lr`` the named optimizer takes the hidden
+    weights, and AdamW takes the rest at that learning rate. Muon takes hidden matrices only, so its ``rest_lr`` is ``lr`` by
+    default. Optimizers that have an epsilon get one, and the roles in ``DECAYED[decayed]`` get weight decay. ``settings`` are
+    those of ``param_groups``."""
     choice("decayed", decayed, DECAYED)
     if decayed != "all":
         settings["no_decay"] = lambda name, _: plan[name].role not in DECAYED[decayed]
@@ -193,13 +193,13 @@ def _undecayed(no_decay: NoDecay | None, parameters: Mapping[str, nn.Parameter])
     if callable(no_decay):
         return {name for name, parameter in parameters.items() if no_decay(name, parameter)}
     globs = [no_decay] if isinstance(no_decay, str) else list(no_decay)
-    # One at a time: in a set of names the order of overlapping globs means nothing.
+    # One name at a time, since the order of overlapping globs does not matter here.
     matched = (match_globs({glob: True}, parameters, what="no_decay", among="trained parameters") for glob in globs)
     return {name for names in matched for name in names}
 
 
 def _group_name(rows: list[PlanRow], group: Mapping[str, Any], weight_decay: float) -> str:
-    """Who is in the group and what is special about it: ``hidden, LR x 4, width 4, density 0.0625``."""
+    """A name from the group's roles and factors, such as ``hidden, LR x 4, width 4, density 0.0625``."""
     parts = ["+".join(dict.fromkeys(row.role for row in rows))]
     if group["lr_factor"] != 1:
         parts.append(f"LR x {group['lr_factor']:.6g}")

@@ -1,4 +1,4 @@
-"""A guard against schedulers that undo the ratios between groups of learning rates."""
+"""Guards against schedulers that erase the ratios between the groups' learning rates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from smupar.model.seam import Step, optimizers, seam_of
 
-# Ratios of learning rates may differ this much by rounding.
+# Rounding may change ratios of learning rates by this much.
 _SAME = 1e-4
 
 
@@ -20,7 +20,7 @@ class LRRatioWarning(UserWarning):
 
 
 def guard(optimizer: Any) -> None:
-    """Watches the ratios between the learning rates of groups, and warns at the first step where they differ from the plan.
+    """Watches the ratios between the groups' learning rates, and warns at the first step at which they differ from the plan.
 
     Schedulers that set absolute values erase the factors: OneCycleLR with one max_lr, CosineAnnealingLR with eta_min.
     ``audit`` calls this function. It costs a comparison of a few numbers at each step. Groups that ``param_groups`` did not
@@ -33,7 +33,7 @@ def guard(optimizer: Any) -> None:
 
 
 def num_steps(optimizer: torch.optim.Optimizer) -> int:
-    """Steps since the guard came; at least 1 if the optimizer has state."""
+    """Steps since the guard was added; at least 1 if the optimizer has state."""
     watch = seam_of(optimizer).owner(_Guard)
     return max(0 if watch is None else watch.num_steps, int(bool(optimizer.state)))
 
@@ -48,7 +48,7 @@ class _Guard:
             problem = ratio_problem(step.optimizer)
             if problem:
                 self.has_warned = True
-                warnings.warn(problem, LRRatioWarning, stacklevel=5)  # where torch calls the seam
+                warnings.warn(problem, LRRatioWarning, stacklevel=5)  # the line that called optimizer.step()
 
     def count(self, step: Step) -> None:
         self.num_steps += 1
@@ -59,27 +59,28 @@ def _same(a: float, b: float) -> bool:
 
 
 def wrong_groups(optimizer: torch.optim.Optimizer) -> tuple[float, list[dict[str, Any]]]:
-    """The base learning rate that most groups of ``param_groups`` agree on (the first, if there is a draw), and the groups that
-    differ."""
+    """The base learning rate that most groups of ``param_groups`` imply (the first in a tie), and the groups that differ from
+    it."""
     groups = [group for group in optimizer.param_groups if "lr_factor" in group]
     on_gpu = any(isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu" for group in groups)
-    if len(groups) < 2 or on_gpu:  # reading a GPU tensor at each step would stall it
+    if len(groups) < 2 or on_gpu:  # reading a GPU tensor at each step would stall the GPU
         return 0.0, []
-    # While a step is made, ``layer_rates`` may have put another learning rate in the place of the scheduled one.
+    # During a step, ``layer_rates`` may have replaced the scheduled learning rate.
     bases = [float(group.get("scheduled_lr", group["lr"])) / group["lr_factor"] for group in groups]
-    if all(_same(bases[0], other) for other in bases):  # as a rule: at each step, over a group for each hidden weight
+    # the usual case, and fast: this runs at each step, for up to one group per hidden weight
+    if all(_same(bases[0], other) for other in bases):
         return bases[0], []
     most = max(bases, key=lambda base: sum(_same(base, other) for other in bases))
     return most, [group for group, base in zip(groups, bases, strict=True) if not _same(base, most)]
 
 
 def ratio_problem(optimizer: torch.optim.Optimizer) -> str | None:
-    """What is wrong with the ratios between the groups of ``param_groups``, if anything."""
+    """Says how the ratios between the groups of ``param_groups`` differ from the plan; None if they do not."""
     base, wrong = wrong_groups(optimizer)
     if not wrong:
         return None
     shown = "; ".join(
-        f"{group['name']!r}: lr {float(group['lr']):.4g} where base {base:.4g} x {group['lr_factor']:.4g} was planned"
+        f"{group['name']!r}: lr {float(group['lr']):.4g} instead of base {base:.4g} x {group['lr_factor']:.4g}"
         for group in wrong
     )
     return (

@@ -1,8 +1,8 @@
-"""Learning rates of single hidden weights that change from step to step, together with any scheduler.
+"""Learning rates of single hidden weights, which may change at each step and work with any scheduler.
 
-The factor is written into ``group["lr"]`` before the optimizer steps, and the scheduled value is restored after the step. So a
-scheduler never sees the factor. Weight decay that is independent of the learning rate stays so. Every hidden weight needs a
-group of its own, so the groups of ``param_groups`` are split. That must happen before a scheduler is made.
+The factor is written into ``group["lr"]`` before the step, and the scheduled value is restored after it, so schedulers never
+see the factor. Weight decay that is independent of the learning rate stays independent. Every hidden weight needs its own
+group, so the groups of ``param_groups`` are split, which must happen before a scheduler is made.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class LayerRates:
 
     def set_rates(self, step: Step) -> None:
         groups = group_of_weight(step.optimizer)
-        # (weights, 3): the plan's factor, the correction of it, and what was measured instead
+        # (weights, 3): the plan's factor, its correction, and the measured factor
         rows = [(group["lr_factor"], self.corrections.get(n, 1.0), self.measured.get(n, nan)) for n, group in groups.items()]
         planned, corrections, measured = torch.tensor(rows, dtype=torch.float64, device="cpu").view(-1, 3).unbind(1)
         changes = measured_or_corrected(measured, planned * corrections) / planned
         for group, change in zip(groups.values(), changes.tolist(), strict=True):
-            group["scheduled_lr"] = scheduled = group.pop("scheduled_lr", group["lr"])  # still there if a step failed
+            group["scheduled_lr"] = scheduled = group.pop("scheduled_lr", group["lr"])  # left there by a step that failed
             group["lr"] = scheduled * change
             if group.get("decay") == "independent":
                 group["planned_decay"] = decay = group.pop("planned_decay", group["weight_decay"])
@@ -48,12 +48,12 @@ class LayerRates:
 
 
 def measured_or_corrected(measured: Tensor, corrected: Tensor) -> Tensor:
-    """The factor that counts: what was measured, and where nothing was (not a number) what the correction says."""
+    """The measured factor, or the corrected one where the measured factor is NaN."""
     return torch.where(measured.isnan(), corrected, measured)
 
 
 def layer_rates(model: nn.Module, plan: Plan, optimizer: Any) -> LayerRates:
-    """The rates of an optimizer, or of several on one model. The first call makes them."""
+    """The layer rates of an optimizer, or of several on one model. The first call makes them."""
 
     def hidden() -> dict[int, str]:
         return {id(p): n for n, p in unwrapped(model).named_parameters() if n in plan and plan[n].role == "hidden"}
@@ -66,7 +66,7 @@ def layer_rates(model: nn.Module, plan: Plan, optimizer: Any) -> LayerRates:
     for each in (each for each, own in present.items() if own is None):
         _split(each, names)
         seam_of(each).add(rates, set_rates=rates.set_rates, restore_rates=rates.restore_rates)
-        # Groups may have been saved without names.
+        # A state dict may have been saved without group names.
         each.register_load_state_dict_post_hook(lambda loaded: _name(loaded, hidden()))
     return rates
 
@@ -86,19 +86,19 @@ def _refuse_groups(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> N
             )
         if hidden and len(group["params"]) > 1 and (hasattr(optimizer.step, "_wrapped_by_lr_sched") or "initial_lr" in group):
             raise ValueError(
-                "a scheduler was made for this optimizer already, and would miss the groups that hidden weights get of their "
-                "own: make the scheduler afterwards"
+                "this optimizer already has a scheduler, which would miss the new groups of single hidden weights: make the "
+                "scheduler afterwards"
             )
 
 
 def _refuse_other_model(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
-    """Refuses an optimizer that was split for another model: rates go by name, and two models may share names."""
+    """Refuses an optimizer that was split for another model. Rates are found by name, and two models may share names."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if id(parameter) in names and group.get(_WEIGHT) != names[id(parameter)]:
                 raise ValueError(
-                    f"{names[id(parameter)]!r} has no group of its own in this optimizer, whose hidden weights were split for "
-                    "another model already: give each model an optimizer of its own"
+                    f"{names[id(parameter)]!r} has no group of its own in this optimizer, whose groups were already split for "
+                    "another model: give each model its own optimizer"
                 )
 
 

@@ -1,5 +1,5 @@
-"""Writes files and folders atomically, locks folders so that one process works in them at a time, and says what to do if the
-disk is full or a path may not be written."""
+"""Writes files and folders atomically, locks a folder for one process at a time, and gives the remedy if the disk is full or a
+path cannot be written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MARK = ".unfinished-by-smupar"  # a file in every folder that whole_folder has 
 
 
 def sentence_of(error: OSError) -> str:
-    """One line for users about an error of the operating system: the path, what is wrong with it, and what to do."""
+    """An error of the operating system in one line for users: the path, the problem and the remedy."""
     if error.strerror is None or (error.filename is None and error.errno not in FULL):
         return str(error)  # a message of our own
     return f"{error.filename or 'writing failed'}: {error.strerror}. {remedy_of(error)}"
@@ -37,8 +37,8 @@ def remedy_of(error: OSError) -> str:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Names the path in errors of the operating system about it or its temporary files. Python names none if the disk is full,
-    and libraries written in Rust raise errors of their own, which have the number in their text."""
+    """Adds the path to errors of the operating system. Python names no path if the disk is full, and libraries written in Rust
+    raise their own errors, with the error number in the text."""
     try:
         yield
     except ValueError:  # a message of our own
@@ -52,22 +52,27 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def resolved(path: Path) -> Path:
-    """``path.resolve()``, which raises RuntimeError for links that lead in a circle; here they stay as they are."""
+    """The absolute path with links followed. Unlike ``path.resolve()`` it does not raise if links lead in a circle."""
     return Path(os.path.realpath(path))
 
 
 def read_plain(path: Path) -> bytes:
-    """The content of a file. Raises OSError for a pipe or a device, which might never come to an end."""
+    refuse_other_than_plain(path)
+    return path.read_bytes()
+
+
+def refuse_other_than_plain(path: Path) -> None:
+    """Raises OSError for a pipe or a device, which might never end, and for a folder."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "Is a directory" if path.is_dir() else "Not a plain file", str(path))
-    return path.read_bytes()
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
     """Writes a file so that it has either the old or the new content, even if the power fails."""
-    data = content if isinstance(content, bytes) else content.encode()
+    # A folder's name, as part of a text, may hold bytes that are not UTF-8.
+    data = content if isinstance(content, bytes) else content.encode(errors="backslashreplace")
     path = resolved(path) if path.is_symlink() else path
-    if path.exists() and not path.is_file():  # a folder, which is refused, or a device or pipe, which must not be replaced
+    if path.exists() and not path.is_file():  # a folder raises here; a device or pipe is written to, not replaced
         with writing(path):
             handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # opening a pipe must not wait for a reader
             os.set_blocking(handle, True)
@@ -79,7 +84,8 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     with writing(path):
         _remove_left_over(path)
         try:
-            with temporary.open("wb") as file:
+            temporary.unlink(missing_ok=True)
+            with temporary.open("xb") as file:  # never through a link that somebody else has put there
                 file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
@@ -134,7 +140,7 @@ def whole_folder(path: Path) -> Iterator[Path]:
         unfinished.mkdir()
         handle = os.open(unfinished, os.O_RDONLY)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX)  # tells the folder from one that a killed process left
+            fcntl.flock(handle, fcntl.LOCK_EX)  # a killed process holds no lock
             (unfinished / _MARK).touch()
             yield unfinished
             for each in (*unfinished.rglob("*"), unfinished):
@@ -165,19 +171,19 @@ def _remove_unfinished(path: Path) -> None:
 
 def refuse_existing(path: Path) -> None:
     if path.exists():
-        raise ValueError(f"{path} exists already: choose another folder, nothing is overwritten")
+        raise ValueError(f"{path} exists already and is not overwritten: choose another folder")
 
 
 def refuse_other_files(folder: Path, what: str, is_ours: Callable[[str], bool] = lambda name: False) -> None:
-    """Raises if a folder holds files whose names are not ours. The caller has checked that the folder has no ``what``."""
+    """Raises if a folder that lacks ``what`` holds files with names that we do not use."""
     if not all(is_ours(path.name) for path in folder.iterdir()):
         raise ValueError(f"{folder} holds other files and no {what}: choose another --out")
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Makes the folder if it does not exist, and locks it. The lock ends with the block, or with the process, even if the
-    process is killed. A folder that was made here and is empty at the end is removed."""
+    """Makes the folder if it does not exist, and locks it. The lock ends with the block, or with the process, even if that is
+    killed. At the end a folder that this call made is removed again if it is empty."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: choose another --out")
     made = [each for each in (folder, *folder.parents) if not each.exists()]
@@ -190,7 +196,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise ValueError(f"another process is at work in {folder}: wait for it, or choose another --out") from error
+            raise ValueError(f"another process is working in {folder}: wait for it, or choose another --out") from error
         try:
             yield
         finally:
@@ -200,7 +206,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:
-    """Removes these folders, the innermost first, up to one that is not empty: a command that was refused leaves nothing."""
+    """Removes these folders, the innermost first, up to one that is not empty, so that a refused command leaves none."""
     with contextlib.suppress(OSError):
         for folder in folders:
             if folder.exists():

@@ -1,7 +1,7 @@
 """Reads and writes JSON files. A damaged file is refused in one line that names the file, the field and what to do.
 
-Files that only smupar writes carry a *seal*, the sha256 of everything else in them, so that damage is noticed. Files that
-people edit have none. Text is UTF-8, whatever the locale.
+Files carry a *seal*, the sha256 of everything else in the file, so that damage is noticed. If it does not match, a file that
+only smupar writes is refused, and a file that people edit is read with a warning. Text is UTF-8 in every locale.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import warnings
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
@@ -19,14 +20,18 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from smupar.output.files import read_plain, write_atomic
 
 SEAL = "seal"  # no field of our files has this name
-# What Python may raise where values of a file are used whose types nobody has checked.
+# What Python may raise when a value from a file has an unexpected type.
 WRONG_TYPES = (LookupError, TypeError, AttributeError, ArithmeticError)
 
 Record = TypeVar("Record")
 
 
 class DamagedFileError(ValueError):
-    """A file does not hold what it should. The message names the file, what is wrong and the remedy."""
+    """A file is damaged. The message names the file, the damage and the remedy."""
+
+
+class EditedWarning(UserWarning):
+    """A file that people may edit does not say what smupar wrote. It may be damaged."""
 
 
 def read_text(path: Path, *, remedy: str) -> str:
@@ -48,34 +53,42 @@ def parse_json(text: str, *, source: str, remedy: str) -> Any:
         return json.loads(text)
     except RecursionError as error:
         raise DamagedFileError(f"{source} is damaged (nested too deeply): {remedy}") from error
-    except ValueError as error:  # also a number with thousands of digits
+    except ValueError as error:  # malformed, or a number with thousands of digits
         raise DamagedFileError(f"{source} is damaged ({error}): {remedy}") from error
 
 
-def parse_object(text: str, *, source: str, remedy: str) -> dict[str, Any]:
-    """The JSON object that a text holds, without its seal. Raises if it does not match the seal."""
+def parse_object(text: str, *, source: str, remedy: str, may_be_edited: bool = False) -> dict[str, Any]:
+    """The JSON object that a text holds, without its seal. If it does not match the seal, this raises, or warns if people may
+    edit the file."""
     values = parse_json(text, source=source, remedy=remedy)
     if not isinstance(values, dict):
         raise DamagedFileError(f"{source} is damaged (expected fields, got {_shown(values)}): {remedy}")
     seal = values.pop(SEAL, None)
     if seal is not None and seal != _digest(values):
-        raise DamagedFileError(f"{source} is damaged (its content does not match its checksum): {remedy}")
+        if not may_be_edited:
+            raise DamagedFileError(f"{source} is damaged (its content does not match its checksum): {remedy}")
+        warnings.warn(
+            f"{source} has changed since smupar wrote it, and is used as it is now. If you edited it, remove its field "
+            f"{SEAL!r}; if nobody did, it is damaged: {remedy}",
+            EditedWarning,
+            stacklevel=3,
+        )
     return values
 
 
-def read_object(path: Path, *, remedy: str) -> dict[str, Any]:
-    return parse_object(read_text(path, remedy=remedy), source=str(path), remedy=remedy)
+def read_object(path: Path, *, remedy: str, may_be_edited: bool = False) -> dict[str, Any]:
+    return parse_object(read_text(path, remedy=remedy), source=str(path), remedy=remedy, may_be_edited=may_be_edited)
 
 
 def is_sealed(path: Path) -> bool:
-    """Whether a file carries a seal; files written by older versions do not."""
+    """Whether a file carries a seal. Files from older versions have none."""
     values = read_json(path, remedy="restore it from a copy")
     return isinstance(values, dict) and SEAL in values
 
 
 def sealed_json(values: Mapping[str, Any], *, indent: int | None = 1) -> str:
     """A JSON object with its seal, as text. It must hold only what JSON can hold, and no field called seal."""
-    assert SEAL not in values, "this name is the seal's"
+    assert SEAL not in values, "the name 'seal' is taken"
     return json.dumps({**values, SEAL: _digest(values)}, indent=indent)
 
 
@@ -84,7 +97,7 @@ def write_sealed(path: Path, values: Mapping[str, Any], *, indent: int | None = 
 
 
 def as_record(kind: type[Record], values: Any, *, source: str, remedy: str) -> Record:
-    """The dataclass of this kind that JSON values describe. Raises if a field is missing, unknown or of another type."""
+    """Turns JSON values into a dataclass of this kind. Raises if a field is missing, unknown or of another type."""
     wrong = _wrong(values, kind, "")
     if wrong:
         raise DamagedFileError(f"{source} is damaged, or of another version ({wrong}): {remedy}")
@@ -96,12 +109,12 @@ def read_record(kind: type[Record], path: Path, *, remedy: str) -> Record:
 
 
 def printable(text: str) -> str:
-    """Text from a file as part of a message: in one line, and without codes that a terminal obeys."""
+    """Text from a file, made safe for a message: one line, without control codes for the terminal."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def printable_lines(text: str) -> str:
-    """The same for a message of several lines."""
+    """Text from a file, made safe for a message of several lines."""
     return "\n".join(map(printable, text.split("\n")))
 
 
@@ -113,7 +126,7 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 
 def _wrong(value: Any, expected: Any, where: str) -> str:
-    """What is wrong with a value that should be of a type; "" if nothing. ``where`` is the path of fields that leads to it."""
+    """Says how a value differs from its expected type; "" if it does not. ``where`` is the path of fields that leads to it."""
     if isinstance(expected, type) and is_dataclass(expected):
         return _wrong_fields(value, expected, where)
     if get_origin(expected) in (Union, UnionType):
@@ -177,7 +190,7 @@ def _fits(value: Any, expected: Any) -> bool:
 
 
 def _made(value: Any, kind: Any) -> Any:
-    """A value that has passed ``_wrong``, with dataclasses and tuples in place of what JSON has for them."""
+    """Turns a value that has passed ``_wrong`` into dataclasses and tuples, which JSON has as objects and lists."""
     if isinstance(kind, type) and is_dataclass(kind):
         hints = _hints(kind)
         return kind(**{name: _made(item, hints[name]) for name, item in value.items()})

@@ -22,5 +22,5 @@ def optional(module: str, purpose: str, extra: str = "data") -> Any:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's error, to quote in an error message of one line."""
+    """The first line of another library's error, to quote in a one-line message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

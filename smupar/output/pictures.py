@@ -1,5 +1,5 @@
-"""Makes pictures with matplotlib, which is imported when the first picture is drawn. Who does without a picture if matplotlib
-is missing asks ``missing_pictures`` first."""
+"""Makes pictures with matplotlib, which is imported when the first picture is drawn. Call ``missing_pictures`` first where a
+picture is optional."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from smupar.output.optional import optional
 
 
 def missing_pictures() -> str:
-    """A sentence that says why there are no pictures, and how to get them; "" if matplotlib is installed."""
+    """A sentence on how to get pictures if matplotlib is missing; "" if it is installed."""
     try:
         is_there = find_spec("matplotlib") is not None
     except ValueError:  # it was hidden from imports

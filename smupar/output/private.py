@@ -1,5 +1,5 @@
-"""Folders for code that is compiled here and loaded later. No other user of the machine can write to them, so nobody can make
-someone else run their code."""
+"""Folders for code that is compiled here and loaded later. No other user of the machine can write to them, and so make us run
+foreign code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class NotPrivateError(OSError):
 
 
 def cache_folder() -> Path:
-    """The folder in the user's cache that is smupar's. It may not exist yet, and nothing is known about its owner."""
+    """smupar's folder in the user's cache. It may not exist yet, and its owner is not checked here."""
     if named := os.environ.get("XDG_CACHE_HOME"):
         return Path(named) / "smupar"
     try:
@@ -34,10 +34,10 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def private_folder(path: Path) -> Iterator[Path]:
-    """Makes the folder if there is none, and holds it open. Raises ``NotPrivateError`` if others own it or can write to it.
+    """Makes the folder if it does not exist, and holds it open. Raises ``NotPrivateError`` if others own it or can write to it.
 
-    Yields a path that leads to the folder that was checked, even if someone swaps one of the folders above it meanwhile. This
-    needs /proc: without it, as on macOS, the plain path is yielded.
+    The path that it yields leads to the checked folder even if someone swaps a parent folder meanwhile. This needs /proc;
+    without it, as on macOS, it yields the plain path.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -59,7 +59,7 @@ def private_folder(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def private_temporary_folder() -> Iterator[Path]:
-    """A private folder that lasts for the block. Folders that killed processes left are removed first."""
+    """A private folder that is removed when the block ends. First it removes folders that killed processes left."""
     for path in Path(tempfile.gettempdir()).iterdir():
         if _is_left_over(path):
             shutil.rmtree(path, ignore_errors=True)
@@ -73,7 +73,10 @@ def private_temporary_folder() -> Iterator[Path]:
 
 def _is_left_over(path: Path) -> bool:
     named = _TEMPORARY.fullmatch(path.name)
-    return named is not None and path.lstat().st_uid == os.geteuid() and not is_alive(int(named[1]))
+    try:
+        return named is not None and path.lstat().st_uid == os.geteuid() and not is_alive(int(named[1]))
+    except FileNotFoundError:  # its process has just removed it
+        return False
 
 
 def read_own(path: Path) -> bytes:

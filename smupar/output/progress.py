@@ -1,7 +1,7 @@
-"""Shows how far something is. On a terminal it is a line that is drawn again a few times a second, by a thread, so that it
-moves while the work itself says nothing. Elsewhere it is a plain line now and then, so that logs can be read.
+"""Shows progress. On a terminal a thread draws one line again a few times a second, so that it moves while the work itself
+prints nothing. Elsewhere a plain line appears now and then, so that logs stay readable.
 
-Whoever works keeps plain numbers; a ``Display`` reads them when it draws:
+The code that works keeps plain numbers, which a ``Display`` reads when it draws:
 
     with Display(lambda: Status(share=done / total, words=(f"{done} of {total} done",))):
         ...
@@ -25,8 +25,8 @@ _FIRST_LINE, _LINE_SECONDS, _LINE_SHARE = (
     2.0,
     10.0,
     0.02,
-)  # of plain lines: later ones are rarer, so that a long log stays short
-_WINDOW = 60.0  # seconds; the time left follows from the speed of the last half of the time, at least these
+)  # seconds between plain lines; later ones are rarer, so that a long log stays short
+_WINDOW = 60.0  # seconds; the time left follows from the speed in the last half of the time, and at least in these
 _STALL = 5.0  # seconds without growth
 _LEAST_BAR, _MOST_BAR = 8, 30
 _ERASE = "\r\x1b[K"
@@ -34,22 +34,22 @@ _ERASE = "\r\x1b[K"
 
 @dataclass(frozen=True)
 class Status:
-    """How far something is."""
+    """The progress to show."""
 
-    share: float | None = None  # of the work that is done, from 0 to 1; None if it is not known
+    share: float | None = None  # share of the work that is done, 0 to 1; None if unknown
     words: tuple[str, ...] = ()  # in the order in which they are shown
-    rank: tuple[int, ...] = ()  # how important each is, 0 first; default: their order. What does not fit is left out
+    rank: tuple[int, ...] = ()  # importance of each word, 0 first; default: their order. Words that do not fit are left out
 
 
 class Clock:
-    """Tells the time left from shares done at some times."""
+    """Estimates the time left from the shares that were done at earlier times."""
 
     def __init__(self, now: float) -> None:
         self.start = now
         self.seen: list[tuple[float, float]] = []  # time and share, when the share had grown
 
     def note(self, now: float, share: float) -> None:
-        # What comes before the first growth is the start: loading, compiling, or going on from a checkpoint.
+        # Before the first growth the work only starts: it loads, compiles, or reads a checkpoint.
         if not self.seen or share > self.seen[-1][1]:
             self.seen.append((now, share))
         window = max(_WINDOW, (now - self.start) / 2)
@@ -57,18 +57,18 @@ class Clock:
             del self.seen[0]
 
     def left(self, now: float) -> float | None:
-        """Seconds; None as long as they cannot be told."""
+        """Seconds left; None while they are unknown."""
         if len(self.seen) < 2:
             return None
         (first, was), (last, share) = self.seen[min(1, len(self.seen) - 2)], self.seen[-1]
         waited = now - last
-        if waited > _STALL:  # the longer nothing grows, the slower it is
+        if waited > _STALL:  # the longer nothing grows, the slower the estimate
             return (now - first) * (1 - share) / (share - was)
         return max(0.0, (last - first) * (1 - share) / (share - was) - waited)
 
 
 def rendered(status: Status, seconds: float, left: float | None, width: int, *, plain: bool = False) -> str:
-    """The line, in at most this many columns. ``plain``: with ASCII only."""
+    """The line, at most ``width`` columns wide; ASCII only if ``plain``."""
     time_word = f"{duration(seconds)}" if left is None else f"{duration(left)} left"
     head, bar = "", False
     if status.share is not None:
@@ -110,13 +110,13 @@ class Display:
     """``with Display(read)`` shows what ``read()`` returns, on standard error, until the block ends."""
 
     def __init__(self, read: Callable[[], Status], *, lines: bool = True) -> None:
-        """``lines``: whether plain lines are written where standard error is no terminal."""
+        """``lines``: whether to write plain lines if standard error is not a terminal."""
         self.read, self.lines = read, lines
         self.stream: TextIO = sys.stderr
         self.on_terminal = is_terminal(self.stream)
         self.lock, self.ended = threading.RLock(), threading.Event()
         self.is_drawn = False
-        self.at_start_of_line = True  # of the terminal, as far as this process writes to it
+        self.at_start_of_line = True  # as far as this process has written to the terminal
         self._around = contextlib.ExitStack()
         self._thread = threading.Thread(target=self._repeat, name="smupar-progress", daemon=True)
         self._said = ""
@@ -173,7 +173,7 @@ class Display:
         self.next_line = now + max(_LINE_SECONDS, _LINE_SHARE * (now - self.clock.start))
 
     def _write(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the terminal was closed: the work goes on
+        with contextlib.suppress(OSError, ValueError):  # the terminal was closed; the work continues
             self.stream.write(text)
             self.stream.flush()
 
@@ -185,7 +185,7 @@ class Display:
 
     @contextlib.contextmanager
     def _written_above(self) -> Iterator[None]:
-        """Makes what the process prints meanwhile appear above the line."""
+        """Makes other output of the process appear above the line."""
         with contextlib.ExitStack() as stack:
             if sys.stdout.isatty():
                 stack.enter_context(contextlib.redirect_stdout(_Above(sys.stdout, self)))
@@ -194,7 +194,7 @@ class Display:
 
 
 class _Above:
-    """A stream of the terminal whose text appears above the line of a display."""
+    """A stream that writes above the line of a display."""
 
     def __init__(self, stream: TextIO, display: Display) -> None:
         self._stream, self._display = stream, display
@@ -213,5 +213,5 @@ class _Above:
 
 
 def waiting(what: str) -> Display:
-    """Shows on a terminal that something takes its time before there is any progress."""
+    """Shows on a terminal what is going on before there is any progress."""
     return Display(lambda: Status(words=(what,)), lines=False)

@@ -1,8 +1,8 @@
 """Checksums of large files: ``sums.json`` in a folder lists its files, cut into parts, with the XXH3 of each part.
 
-A part is a tensor of a safetensors file, the header of one, or a whole file of another kind. So damage is found, and the tensor
-that it is in can be named. The list carries a seal (json_files.py). XXH3 notices damage; it does not keep out somebody who
-writes other tensors and another list.
+A part is a tensor of a safetensors file, the header of one, or a whole file of another kind. So the message about damage can
+name the tensor. The list carries a seal (json_files.py). XXH3 finds damage. It does not stop somebody who writes both other
+tensors and a new list.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import xxhash
 
-from smupar.output.files import write_atomic
+from smupar.output.files import refuse_other_than_plain, write_atomic
 from smupar.output.json_files import DamagedFileError, as_record, read_object, sealed_json
 
 SUMS = "sums.json"
@@ -83,8 +83,8 @@ def read_sums(folder: Path, *, remedy: str) -> dict[str, Parts]:
 def wrong_parts(
     folder: Path, sums: Mapping[str, Parts], *, share: tuple[int, int] = (0, 1), show: Callable[[int], None] = lambda size: None
 ) -> list[str]:
-    """Reads the files and says of each part that does not match its checksum which it is. ``share`` is (number, count) if
-    several processes divide the parts among them. ``show`` gets the number of bytes read."""
+    """Reads the files and names each part that does not match its checksum. ``share`` is (number, count) if several processes
+    divide the parts among them. ``show`` is called with the number of bytes read."""
     found, todo = [], []
     for name, parts in sums.items():
         missing = _wrong_size(folder / name, sum(part.num_bytes for part in parts))
@@ -107,8 +107,8 @@ def wrong_parts(
 
 
 def check_sums(folder: Path, *, remedy: str, only: Callable[[str], bool] = lambda name: True) -> bool:
-    """Raises DamagedFileError if a file that the folder's sums.json lists is missing or damaged. ``only`` chooses among them.
-    Returns False if the folder has no sums.json."""
+    """Raises DamagedFileError if a file in the folder's sums.json is missing or damaged. ``only`` selects files. Returns False
+    if the folder has no sums.json."""
     if not (folder / SUMS).exists():
         return False
     sums = {name: parts for name, parts in read_sums(folder, remedy=remedy).items() if only(name)}
@@ -142,6 +142,7 @@ def _layout(start: bytes) -> list[tuple[str, int]]:
 
 
 def _parts_on_disk(path: Path) -> Parts:
+    refuse_other_than_plain(path)
     if path.suffix == ".safetensors":
         with path.open("rb") as file:
             length = file.read(_LENGTH)
@@ -156,7 +157,8 @@ def _parts_on_disk(path: Path) -> Parts:
 
 
 def _hash_on_disk(path: Path, start: int, size: int, show: Callable[[int], None] = lambda size: None) -> str:
-    """The XXH3 of some bytes of a file. They are read and not mapped, because a mapped file that shrinks ends the process."""
+    """The XXH3 of some bytes of a file. The file is not mapped into memory, because a mapped file that shrinks kills the
+    process."""
     digest = xxhash.xxh3_64()
     with path.open("rb", buffering=0) as file:
         file.seek(start)

@@ -1,4 +1,4 @@
-"""Tables in plain text."""
+"""Text tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stream can show: colours, its width, its characters. NO_COLOR and FORCE_COLOR are respected."""
+"""Finds out what a stream can show: colours, width and characters. NO_COLOR and FORCE_COLOR are respected."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def painted(text: str, *styles: str, on: TextIO) -> str:
 
 
 def columns(stream: TextIO, *, most: int = 1000) -> int:
-    """The width of the terminal; ``most`` if the stream is none."""
+    """The width of the terminal; ``most`` if the stream is not a terminal."""
     return max(20, min(most, shutil.get_terminal_size().columns)) if is_terminal(stream) or os.environ.get("COLUMNS") else most
 
 
@@ -55,8 +55,8 @@ def can_show(text: str, stream: TextIO) -> bool:
 
 
 def make_streams_safe() -> None:
-    """Makes standard output and error show a question mark where their encoding lacks a character, and not raise. A stream that
-    was closed when the process began swallows what is written."""
+    """Makes standard output and error print a question mark for a character that their encoding lacks, instead of raising. If a
+    stream was closed when the process began, its output is dropped."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (open until the process ends)
@@ -65,5 +65,5 @@ def make_streams_safe() -> None:
 
 
 def say(text: str) -> None:
-    """Says what is going on. Standard output is for answers, so this goes to standard error."""
+    """Prints a message about what is going on. It goes to standard error, since standard output is for answers."""
     print(text, file=sys.stderr, flush=True)

@@ -1,2 +1,1 @@
-"""The paper's figures and tables, one short file each. Each file ends with a ``FIGURE``, which says what to run, what to draw
-and what to claim."""
+"""The paper's figures and tables, one short file each. Each file ends with a ``FIGURE``: what to run, draw and claim."""

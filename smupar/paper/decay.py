@@ -1,4 +1,5 @@
-"""Beyond the paper: how much weight decay is best, for which parameters, and does it transfer over density, width and length?
+"""Beyond the paper: how much weight decay is best, for which parameters, and does the best amount transfer over density, width
+and length?
 
 All runs use settings that the paper's code has but the paper does not print (AdamW .9/.95, clipping at 1). The learning rate is
 2^-6, and at some densities also half and twice that. Losses are validation losses.
@@ -115,7 +116,7 @@ def _losses(rows: Rows) -> dict[_Setting, Losses]:
 
 
 def _scans(losses: dict[_Setting, Losses]) -> tuple[dict[_Setting, Losses], dict[_Setting, Losses]]:
-    """The settings in which the amount of decay was varied: those of the main size, by density, and those of other sizes."""
+    """The settings in which the amount of decay was varied: the main size at each density, and the other sizes."""
     scans = {setting: own for setting, own in losses.items() if len(own) > 1}
     sizes = [(setting.width, setting.steps) for setting in losses]
     main = max(set(sizes), key=sizes.count)
@@ -128,7 +129,7 @@ def _best(losses: Losses) -> float:
 
 
 def _cost(losses: Losses, decay: float) -> float:
-    """How far the loss at a decay is above the lowest loss, as a share of the lowest."""
+    """The relative excess of the loss at a decay over the lowest loss."""
     return losses[decay] / min(losses.values()) - 1
 
 

@@ -2,8 +2,8 @@
 together?
 
 The paper has two layers and varies widths and densities. CompleteP (Dey et al., 2025), by some of its authors, is about the
-depth of dense models. Here both are put together, beside depth-muP and models without any factor. At the base's depth all three
-are the same model.
+depth of dense models. Here both are combined, and compared with depth-muP and with models without any depth factor. At the
+base's depth all three are the same model.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def _run(scale: Scale, rule: str, depth: int, density: float, width: int | None 
 
 
 def runs(scale: Scale) -> list[RunConfig]:
-    """Shallow models first, so that a study that is interrupted has whole curves."""
+    """The runs, shallow models first, so that an interrupted study has complete curves."""
     size = _SIZES[scale.name]
     models = [(rule, depth, density) for depth in size.depths for rule in _RULES for density in size.densities]
     return unique(_run(scale, *model, lr=2.0**rate) for model in models for rate in size.rates)
 
 
 def corner(scale: Scale) -> list[RunConfig]:
-    """The dense base for as many steps as the model in the corner, and that model."""
+    """The dense base, trained for as many steps as the model in the corner, and that model."""
     size = _SIZES[scale.name]
     width, depth, density = size.corner
     steps, rates = {"steps": size.corner_steps, "seed": 0}, [2.0**rate for rate in size.corner_rates]
@@ -78,10 +78,10 @@ def corner(scale: Scale) -> list[RunConfig]:
 
 @dataclass(frozen=True)
 class _Curves:
-    """The curves of a study: by depth rule and sparsity over depth, and in the corner by depth rule."""
+    """The curves of a study: for each depth rule those over depth at each sparsity, and those of the corner."""
 
     study: dict[tuple[str, float], list[Curve]]
-    corner: dict[str, list[Curve]]  # the dense base's curve, then that of the corner
+    corner: dict[str, list[Curve]]  # the dense base's curve, then the corner's
 
     @property
     def proxy(self) -> Curve:
@@ -99,7 +99,7 @@ def _read(rows: Rows) -> _Curves:
 
 
 def _over_depth(rows: Sequence[Result], rule: str, sparsities: Sequence[float]) -> list[Curve]:
-    """A curve for each depth under a depth rule. Models of the base's depth are the same under all of them."""
+    """A curve for each depth under a depth rule. Models of the base's depth are the same under all depth rules."""
     found: dict[tuple[int, float], dict[float, list[Result]]] = {}
     for row in rows:
         run = row.config
@@ -119,7 +119,7 @@ def _width(results: dict[float, list[Result]]) -> int:
 
 
 def draw(rows: Rows) -> list[Panel]:
-    """A row of panels for each density, with one for each depth rule, and the corner last."""
+    """One panel for each density and depth rule, in rows of one density, and the corner last."""
     found = _read(rows)
     ordered = sorted(found.study, key=lambda key: (key[1], _RULES.index(key[0])))
     panels = [

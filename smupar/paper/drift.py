@@ -1,6 +1,6 @@
-"""Beyond the paper: how far one update moves the layers of a sparse model, over a complete run, relative to the dense model.
+"""Beyond the paper: the effect of one update on the layers of a sparse model, relative to the dense model, over a complete run.
 
-SmuPar makes this ratio 1 at the first steps. The runs are runs of the decay study that record a trace.
+At the first steps SmuPar makes this ratio 1. The runs are those of the decay study that record a trace.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ Ratios = dict[str, dict[int, float]]  # "kind of decay, density" -> step, counte
 
 
 def runs(scale: Scale) -> list[RunConfig]:
-    """Each density with each kind of decay. Coupled decay differs for the dense model too, since it is wider than the base."""
+    """One run for each density and kind of decay. The dense model runs with coupled decay too, which acts differently on it
+    because it is wider than the base."""
     return [
         with_fields(decay_run(scale, density, record=True), {"weight_decay": WEIGHT_DECAY, **way})
         for way in _WAYS.values()
@@ -59,8 +60,8 @@ def _way(run: RunConfig) -> str:
 
 
 def _ratios(trace: Trace, dense: Trace) -> dict[int, float]:
-    """The ratio at step 1, and at the last step divided by powers of two. It is the geometric mean over layers, and over
-    measured steps within 10 % of that step."""
+    """Step -> ratio, at step 1 and at the last step divided by powers of two. A ratio is the geometric mean over layers, and
+    over measured steps within 10 % of the step."""
     logs = {
         step + 1: fmean(math.log(trace.effects[name][index] / dense.effects[name][index]) for name in trace.effects)
         for index, step in enumerate(trace.at)

@@ -1,8 +1,8 @@
 """Figure 3: validation loss over sparsity, with the hyperparameters of the dense model.
 
-Hyperparameters of SP do not transfer, so SP gets three chances: the paper's learning rate; the best learning rate of its own
-dense model; and the latter with the same product of learning rate and decay as the other rules. Further runs vary the kind of
-decay and the depth, and compare the rule with measured updates.
+SP's hyperparameters do not transfer, so SP gets three chances: the paper's learning rate; the best learning rate of its own
+dense model; and that rate with the same product of learning rate and decay as the other rules. More runs vary the kind of decay
+and the depth, and compare SmuPar with measured updates.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _proxy(scale: Scale) -> RunConfig:
 
 
 def then(scale: Scale, study: Study) -> list[RunConfig]:
-    """SP at the best learning rate of its dense model, and the runs that follow the proxy."""
+    """The runs of SP at the best learning rate of its dense model, and those that follow the proxy."""
     if scale.name != "small":
         return []
     swept = study.results(_sp_rates(scale))
@@ -82,7 +82,7 @@ def then(scale: Scale, study: Study) -> list[RunConfig]:
     equal = [replace(run, weight_decay=ours.weight_decay * ours.lr / lr) for run in tuned]
     trace = study.trace_to_follow(_proxy(scale))
     following = [replace(ours, sparsity=sparsity, follow=str(trace)) for sparsity in sparsities[-2:]]
-    # SP's learning rate is low because of its hidden weights. This run gives the other weights muP's higher rate.
+    # SP's learning rate is low because of hidden weights. This run gives all other weights muP's higher rate.
     fast_embedding = replace(tuned[-2], rest_lr=lr * ours.model.width / ours.base_width)
     return unique([*tuned, *equal, *following, fast_embedding])
 
@@ -130,7 +130,7 @@ def _means(lines: dict[str, dict[float, list[float]]]) -> dict[str, dict[float, 
 
 
 def draw(rows: Rows) -> list[Panel]:
-    """Loss over weights per neuron for each shape, and for the first shape also how far the others are above SmuPar."""
+    """Loss over weights per neuron for each shape, and for the first shape also the other rules' excess over SmuPar."""
     groups = _groups(rows)
     panels = [_loss_panel(width, depth, lines) for (width, depth), lines in groups.items() if "SmuPar" in lines]
     (width, _), lines = next(iter(groups.items()))
@@ -146,7 +146,7 @@ def _loss_panel(width: int, depth: int, lines: dict[str, dict[float, list[float]
 
 
 def _gap_panel(width: int, lines: dict[str, dict[float, list[float]]]) -> Panel:
-    """How far the other lines are above SmuPar, and how far they are in the paper."""
+    """The excess of the other lines over SmuPar, here and in the paper."""
     ours = _means(lines)["SmuPar"]
     gaps = {
         name: {s: [100 * (loss / ours[s] - 1) for loss in seeds] for s, seeds in own.items() if s in ours}

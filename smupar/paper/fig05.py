@@ -18,14 +18,14 @@ _FLAT = LAYER_AT_STEP_1[0]  # a layer whose slope is below this passes the check
 
 @dataclass(frozen=True)
 class SlopesOverDensity:
-    """How sizes in hidden layers and blocks change with density, and what the check says about each rule."""
+    """How sizes in hidden layers and blocks change with density, and the check's verdict on each rule."""
 
     slopes: Sequence[Slope]
     verdicts: Mapping[str, str]
 
 
 def measure(place: Place, rows: Rows) -> SlopesOverDensity:
-    """Runs the check, which writes its picture and pages."""
+    """Runs the check, which writes its picture and page."""
     scale = place.scale
     size, run = scale.size("coordinates"), scale.run("coordinates")
     report = check_gpt(
@@ -54,7 +54,7 @@ def measure(place: Place, rows: Rows) -> SlopesOverDensity:
 
 
 def from_facts(facts: dict[str, Any]) -> SlopesOverDensity:
-    """The published slopes, which do not say everything about a place."""
+    """Reads the published slopes, which lack some facts about a place."""
     slopes = [Slope(axis="density", kind="block" if row["role"] == "block" else "layer", **row) for row in facts["slopes"]]
     return SlopesOverDensity(slopes, facts["verdicts"])
 
@@ -70,8 +70,8 @@ def what(scale: Scale) -> str:
 
 
 def claim(sizes: SlopesOverDensity) -> Claim:
-    """Activations are read at attention and feed-forward blocks, as in the paper, and gradients at each layer. Gradients are
-    read at the first step, since later gradients also depend on how far a model has been trained."""
+    """Activations are read at attention and feed-forward blocks, as in the paper, and gradients at each layer, at the first
+    step, since later gradients also depend on how much a model has learned."""
     last = max(slope.step for slope in sizes.slopes)
     parts = []
     for rule in ("sp", "mup"):
@@ -82,7 +82,7 @@ def claim(sizes: SlopesOverDensity) -> Claim:
 
 
 def _vanish(sizes: SlopesOverDensity, rule: str, quantity: str, role: str, steps: tuple[int, ...]) -> Claim:
-    """Whether sizes fall with density everywhere, by more than what the check would call flat in a layer."""
+    """Whether sizes fall with density everywhere, by more than the check allows for a flat layer."""
     slopes = _chosen(sizes, rule, quantity, role, steps)
     falling = [slope for slope in slopes if slope > _FLAT]
     when = " and ".join(map(str, dict.fromkeys(steps)))
@@ -93,9 +93,9 @@ def _vanish(sizes: SlopesOverDensity, rule: str, quantity: str, role: str, steps
 
 
 def _independent(sizes: SlopesOverDensity) -> Claim:
-    """Whether gradients behave at init as if they were independent of the weights, which the paper assumes and leaves open. If
-    they were not, the sum over a neuron's weights would not grow as the root of their number, and under SmuPar, which divides
-    by that root, sizes would depend on density."""
+    """Whether gradients at init behave as if they were independent of the weights, which the paper assumes without a test.
+    Otherwise sums over a neuron's weights would not grow like the square root of their number, and sizes would depend on
+    density under SmuPar, which divides by that root."""
     slopes = _chosen(sizes, "smupar", GRAD_X, "hidden", (1,))
     largest = max(slopes, key=abs)
     return Claim(

@@ -26,8 +26,8 @@ def claim(rows: Rows) -> Claim:
 
 
 def _better(rows: Rows) -> Claim:
-    """Whether SmuPar has the lowest loss if each rule uses the best learning rate of its dense model. What SP loses when dense
-    is said too, since sparsity does not cause it."""
+    """Whether SmuPar has the lowest loss if each rule uses the best learning rate of its dense model. The text also gives SP's
+    gap when dense, which sparsity does not cause."""
     smupar, asked = curves(rows, "smupar"), NUM_SPREADS * spread_of_seeds(rows)
     gaps: dict[tuple[str, float], float] = {}
     for rule in ("sp", "mup"):

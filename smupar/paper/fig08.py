@@ -1,4 +1,4 @@
-"""Figure 8: the runs of Figure 6, with each rule at its best learning rate for each sparsity."""
+"""Figure 8: the runs of Figure 6, with the best learning rate for each rule and sparsity."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from smupar.study.optima import Curve
 
 
 def draw(rows: Rows) -> list[Panel]:
-    """A line for each rule over the density, the dense model on the left. Triangles mark best values at the edge of the grid,
-    where the loss is an upper bound."""
+    """A line for each rule over density, with the dense model on the left. Triangles mark optima at the edge of the grid, whose
+    loss is an upper bound."""
     lines = []
     for rule in RULES:
         own, colour = curves(rows, rule), colour_of(title(rule))
@@ -37,7 +37,7 @@ def _point(curve: Curve) -> Point:
 
 
 def claim(rows: Rows) -> Claim:
-    """Density 1 is left out: there SmuPar is muP, and what SP loses has nothing to do with sparsity."""
+    """Density 1 is left out, since SmuPar is muP there, and SP's gap has nothing to do with sparsity."""
     asked, smupar = NUM_SPREADS * spread_of_seeds(rows), curves(rows, "smupar")
     return all_of(*(_is_behind(title(rule), curves(rows, rule), smupar, asked) for rule in ("sp", "mup")))
 

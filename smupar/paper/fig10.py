@@ -55,7 +55,7 @@ def losses(rows: Rows) -> dict[str, dict[float, list[float]]]:
 
 
 def draw(rows: Rows) -> list[Panel]:
-    """Loss over density, the dense model on the left. The axis names the widths too."""
+    """Loss over density, with the dense model on the left. The axis also names the widths."""
     lines, width = {title(rule): own for rule, own in losses(rows).items()}, widths(rows)
     of_widths = ", ".join(str(width[sparsity]) for sparsity in sorted(width))
     drawn = over({sparsity: 1 - sparsity for sparsity in width}, lines)
@@ -69,7 +69,7 @@ def claim(rows: Rows) -> Claim:
 
 
 def _is_behind(by_rule: dict[str, dict[float, float]], rule: str, asked: float) -> Claim:
-    """Whether the rule ends above SmuPar at every sparse width. Density 1 is left out: there SmuPar is muP."""
+    """Whether the rule ends above SmuPar at every sparse width. Density 1 is left out, since SmuPar is muP there."""
     theirs, ours = by_rule[rule], by_rule["smupar"]
     gaps = {sparsity: theirs[sparsity] / loss - 1 for sparsity, loss in ours.items() if sparsity}
     words = ", ".join(

@@ -62,10 +62,10 @@ def _proxies(scale: Scale) -> list[RunConfig]:
 
 def _swept(scale: Scale, method: str, correction: str, rules: Iterable[str] = RULES) -> list[RunConfig]:
     runs = runs_of(scale, "dynamic", rules)
-    return swept(scale, "dynamic", [_moving(run, method, correction) if run.sparsity else run for run in runs])
+    return swept(scale, "dynamic", [with_moving_masks(run, method, correction) if run.sparsity else run for run in runs])
 
 
-def _moving(run: RunConfig, method: str, correction: str) -> RunConfig:
+def with_moving_masks(run: RunConfig, method: str, correction: str) -> RunConfig:
     every = _EVERY if run.steps >= 10 * _EVERY else max(1, round(run.steps / _MOVES_PER_RUN))
     run = replace(run, dynamic=method, mask_every=every)  # type: ignore[arg-type]
     return replace(run, correction=correction) if run.prunes else run  # type: ignore[arg-type]
@@ -88,7 +88,7 @@ def _curves(rows: Rows, method: str, rule: str, correction: str = "fixed", *, fo
 
 
 def _columns(rows: Rows, method: str) -> dict[str, list[Curve]]:
-    """The curves of each column of the picture. The column that GMP alone has comes last, so that columns align."""
+    """The curves of each column of the picture. The column that only GMP has comes last, so that columns align."""
     columns = {title(rule): _curves(rows, method, rule) for rule in RULES}
     columns["measured updates"] = _curves(rows, method, "smupar", "moment", follows=True)
     if method == "gmp":
@@ -97,8 +97,8 @@ def _columns(rows: Rows, method: str) -> dict[str, list[Curve]]:
 
 
 def _from_dense(columns: dict[str, list[Curve]], name: str) -> list[Curve]:
-    """The column's curves as moves are measured: from the dense model of the same width, before anything else. For measured
-    updates that is the model that muP and SmuPar start from, too, and not the dense model that follows the proxy."""
+    """The column's curves, starting with the dense model from which moves are measured, which has the same width. For measured
+    updates this is the same dense model as for muP and SmuPar, not the one that follows the proxy."""
     return [columns["SmuPar"][0], *columns[name][1:]] if name == "measured updates" else columns[name]
 
 
@@ -144,8 +144,8 @@ def _falls(smupar: list[Curve], method: str) -> Claim:
 
 
 def _rises(curves: list[Curve], whose: str) -> Claim:
-    """Whether the optimum of SP or muP rises, as in the paper. That cannot be told if it lies at the edge of the grid, a step
-    away."""
+    """Whether the optimum of SP or muP rises, as in the paper. This is unknown if the optimum is at the edge of the grid, only
+    one step away."""
     optima, step = [curve.best for curve in curves], curves[0].values[1] / curves[0].values[0]
     rise = optima[-1] / optima[0]
     text = (

@@ -7,13 +7,13 @@ this order:
 
 prepare         raises before anything is trained if something is missing
 runs, then      proposes the runs to train; ``then`` proposes runs that depend on the results of the first
-swept           runs more seeds around the best value of every curve
-last            proposes runs that come after all others, with the seeds that they have
-measure         computes what ``draw`` and ``claim`` take, from the runs or without any; by default they take the runs' rows
+swept           adds seeds around the best value of every curve
+last            proposes runs that come after all others and get no additional seeds
+measure         computes the input of ``draw`` and ``claim``, with or without runs; by default they take the runs' rows
 draw, text      draws the picture; makes a table that needs no run
 claim           answers yes, no, or that nothing can be told, with numbers
 
-``from_facts`` reads what was measured from a published file, so that claim and picture can be made again without the runs.
+``from_facts`` reads measurements from a published file, so that claim and picture can be made again without the runs.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from smupar.study.comparison import as_rule
 from smupar.study.curves import LOSS, Line, Panel, Point, line_of
 from smupar.study.definition import by_seeds, curve_of
 from smupar.study.optima import STABLE as STABLE
-from smupar.study.optima import Curve, farthest_move, move_in_words, shift_of, times
+from smupar.study.optima import Curve, farthest_move, move_in_words, times
 from smupar.study.space import unique, with_fields
 from smupar.study.store import Result, Study
 
 Rows = Sequence[Result]
 RULES = ("sp", "mup", "smupar")
-# A lead counts if it is larger than this many times the spread of seeds.
+# A lead counts if it is larger than the spread of seeds by this factor.
 NUM_SPREADS = 2
 # The spread of seeds for figures with one seed: the median over the configurations of Figures 6 and 12 that have three seeds.
 USUAL_SPREAD = 0.002
-MORE = 1.1  # an optimum moves more than another if its move is larger by this factor
+MORE = 1.1  # one optimum moves more than another if its move is larger by this factor
 _AXES = {"lr": "learning rate", "init_std": "init std"}
 
 
@@ -56,7 +56,7 @@ class Claim:
 
 
 def all_of(*claims: Claim) -> Claim:
-    """Holds if all parts hold. One part that does not hold decides; else one that cannot be told does."""
+    """A claim that holds if all parts hold, fails if one fails, and is otherwise unknown."""
     words = {True: "yes", False: "NO", None: "CANNOT TELL"}
     answers = [claim.holds for claim in claims]
     holds = False if False in answers else None if None in answers else True
@@ -65,7 +65,7 @@ def all_of(*claims: Claim) -> Claim:
 
 @dataclass(frozen=True)
 class Place:
-    """Where and how a figure is made."""
+    """The folders and device of a figure."""
 
     scale: Scale
     folder: Path  # folder for the figure's files
@@ -76,21 +76,22 @@ class Place:
 
 @dataclass(frozen=True)
 class Figure:
-    """A figure or table of the paper, or a further one of ours."""
+    """A figure or table of the paper, or one of our own."""
 
     title: str
     shows: str  # a sentence on what the paper shows
-    claim: Callable[[Any], Claim]  # takes the result of ``measure``, or the rows if there is no ``measure``, as ``draw`` does
+    claim: Callable[[Any], Claim]  # like ``draw``, takes the result of ``measure``, or the rows without ``measure``
     finding: int | None = None  # number of the paper's finding, 1 to 4
     prepare: Callable[[str | None], None] | None = None  # takes --data-dir
     runs: Callable[[Scale], list[RunConfig]] | None = None
     then: Callable[[Scale, Study], list[RunConfig]] | None = None
+    expected: Callable[[Scale], list[RunConfig]] | None = None  # what ``then`` will propose, for the cost
     swept: tuple[str, str] | None = None  # the experiment that sets the number of seeds, and the swept field
     last: Callable[[Scale], list[RunConfig]] | None = None
     keeps_weights: bool = False
     measure: Callable[[Place, Rows], Any] | None = None
     from_facts: Callable[[dict[str, Any]], Any] | None = None  # the result of ``measure``, from published facts
-    what: Callable[[Scale], str] | None = None  # a sentence on what is measured, if no runs are trained
+    what: Callable[[Scale], str] | None = None  # a sentence about the measurement, if no runs are trained
     draw: Callable[[Any], list[Panel]] | None = None
     columns: int | None = None  # number of panels in a row of the picture; by default all
     text: Callable[[], str] | None = None
@@ -166,8 +167,8 @@ def spread_of_seeds(rows: Rows, loss: Callable[[Result], float] = lambda row: ro
 
 
 def pooled_spread(groups: Iterable[Sequence[float]]) -> float | None:
-    """The pooled standard deviation within groups of losses, as a share of the loss; None if no group has two. Groups with
-    diverged runs do not count."""
+    """The pooled standard deviation within groups of losses, as a share of the loss; None if no group has two losses. Groups
+    with diverged runs do not count."""
     seeded = [losses for losses in groups if len(losses) > 1 and all(map(math.isfinite, losses))]
     return math.sqrt(fmean(variance(losses) / fmean(losses) ** 2 for losses in seeded)) if seeded else None
 
@@ -199,7 +200,7 @@ def panel(
         for number, curve in enumerate(curves)
     )
     marked = curves[0].best, "best when dense"
-    return Panel(moving(heading, curves), x_label, LOSS, lines, *marked, shift=shift_of(curves))
+    return Panel(moving(heading, curves), x_label, LOSS, lines, *marked)
 
 
 def moving(heading: str, curves: Sequence[Curve]) -> str:
@@ -227,7 +228,7 @@ def over(xs: dict[float, float], lines: dict[str, dict[float, list[float]]]) -> 
 
 
 def widths(rows: Rows) -> dict[float, int]:
-    """The width of the models of each sparsity, where every sparsity has one width."""
+    """Sparsity -> width of its models, of which there must be only one."""
     return {row.config.sparsity: row.config.model.width for row in rows if row.config.sparsity is not None}
 
 

@@ -1,7 +1,7 @@
-"""Pages of results: what was run, what the paper shows, what came out, and where they differ.
+"""Writes pages of results: what was run, what the paper shows, what came out, and where they differ.
 
-NAME.json holds the facts, with every run's complete configuration. So a number can be traced to the hash of its run and the
-commit that made it. The page NAME.md is generated from these facts. Only its last section is written by hand, and kept.
+NAME.json holds the facts, with every run's complete configuration, so that a number can be traced to the hash of its run and
+the commit that made it. The page NAME.md is generated from these facts, except for its last section, which is written by hand.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from smupar.paper.figure import Claim, Figure
 from smupar.paper.published import read_published, results
 from smupar.paper.reproduce import FIGURES, FINDINGS, MADE_ON, Reproduced, figure
 from smupar.paper.settings import CLIP, Scale
-from smupar.study.curves import draw_png
+from smupar.study.picture import draw_png
 from smupar.study.store import Result
 
 BY_HAND = "## Where they differ"
@@ -45,8 +45,8 @@ def publish(done: Reproduced, scale: Scale, into: str | Path) -> Path:
 
 
 def rewrite(folder: str | Path) -> None:
-    """Makes the claims, pictures, pages and list of pages of a folder again from its rows, for example after a claim has
-    changed. A README that is not the list of pages stays as it is."""
+    """Makes claims, pictures, pages and the list of pages in a folder again from its rows, for example after a claim has
+    changed. A README that is not the list of pages stays unchanged."""
     for path in sorted(Path(folder).glob("*.json")):
         fig, facts = figure(path.stem), read_published(path)
         measured = measured_in(facts)
@@ -60,13 +60,13 @@ def rewrite(folder: str | Path) -> None:
 
 
 def measured_in(facts: dict[str, Any]) -> Any:
-    """What the figure's ``draw`` and ``claim`` take, from published facts."""
+    """The input of the figure's ``draw`` and ``claim``, from published facts."""
     from_facts = figure(facts["figure"]).from_facts
     return from_facts(facts) if from_facts else results(facts)
 
 
 def refuse_other_scale(into: str | Path, names: Iterable[str], scale: Scale) -> None:
-    """Raises if a page would change its scale, because the section that is written by hand is about one scale."""
+    """Raises if a page would change its scale, because its handwritten section is about one scale."""
     for name in names:
         path = Path(into) / f"{name}.json"
         if path.exists() and (there := read_published(path)["scale"]) != scale.name:
@@ -74,7 +74,7 @@ def refuse_other_scale(into: str | Path, names: Iterable[str], scale: Scale) -> 
 
 
 def index(folder: Path) -> str:
-    """The page that lists all pages of the folder, in the paper's order."""
+    """The page that lists all pages of a folder, in the paper's order."""
     pages = {name: folder / f"{name}.json" for name in FIGURES}
     published = {name: read_published(path) for name, path in pages.items() if path.exists()}
     scales = " and ".join(f"`{scale}`" for scale in sorted({facts["scale"] for facts in published.values()}))
@@ -104,7 +104,7 @@ def index(folder: Path) -> str:
 
 
 def _holds(facts: dict[str, Any]) -> str:
-    """The answer, with how many parts of the claim hold if some do and some do not."""
+    """The verdict, with the number of parts that hold if the parts differ."""
     answers = [part["holds"] for part in facts["claims"]]
     num_yes = answers.count(True)
     parts = f" ({num_yes} of {len(answers)})" if 0 < num_yes < len(answers) else ""
@@ -149,8 +149,8 @@ def _table(done: Reproduced) -> dict[str, Any]:
 
 
 def _slopes(done: Reproduced) -> dict[str, Any]:
-    """The verdicts, and the slopes of sizes over density in hidden layers and blocks, at the first and the last step. Only a
-    coordinate check has slopes."""
+    """The verdicts and slopes of a coordinate check: sizes over density in hidden layers and blocks, at the first and the last
+    step. Other figures have no slopes."""
     path = done.folder / "check.json"
     if not path.exists():
         return {}
@@ -198,7 +198,7 @@ def _picture_name(name: str, picture: Path) -> str:
 
 
 def _write_page(path: Path) -> Path:
-    """Writes the page of a file of facts, beside the file."""
+    """Writes the page for a file of facts, beside the file."""
     facts, page = read_published(path), path.with_suffix(".md")
     pictures = sorted(picture.name for picture in path.parent.glob(f"{path.stem}*.png"))
     write_atomic(page, page_of(facts, pictures, _by_hand(page)))
@@ -281,7 +281,7 @@ def _what_was_measured(fig: Figure, facts: dict[str, Any]) -> str:
 
 
 def _made_on(done: Reproduced) -> dict[str, Any]:
-    """The device and versions of a measurement that is not made of runs."""
+    """The device and versions of a measurement without runs."""
     path = done.folder / MADE_ON
     return read_object(path, remedy=_RUN_AGAIN) if path.exists() else {}
 

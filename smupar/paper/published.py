@@ -1,4 +1,4 @@
-"""Reads the rows of published pages. So a study can go on from rows alone, on a machine that has none of their runs."""
+"""Reads the rows of published pages, so that a study can continue from rows on a machine that has none of their runs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from smupar.paper.settings import Scale
 from smupar.study.store import Result, Study
 
 _PUBLISH_AGAIN = "publish the figure again, or restore it from a copy"
-_TEXT = "text "  # begins the names of texts among the files of a page
+_TEXT = "text "  # prefix of the names of texts among the files of a page
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """The part of a published file that runs are read from."""
+    """The part of a published file that holds runs."""
 
     common: dict[str, Any]
     varies: list[str]
@@ -57,7 +57,7 @@ def _result(facts: dict[str, Any], row: dict[str, Any]) -> Result:
     values = {**facts["common"], **{name: row[name] for name in facts["varies"]}}
     values["model"] = {name.removeprefix("model."): values.pop(name) for name in list(values) if name.startswith("model.")}
     config = RunConfig.from_json(json.dumps(values), source=f"run {row['id']}")
-    made_on = facts.get("devices", [])  # a device and a version of torch, if all rows share them
+    made_on = facts.get("devices", [])  # "device, torch version", if all rows have the same
     device, _, torch = made_on[0].partition(", torch ") if len(made_on) == 1 else ("", "", "")
     summary = Summary(
         id=row["id"],
@@ -82,9 +82,9 @@ def _result(facts: dict[str, Any], row: dict[str, Any]) -> Result:
 
 
 def restore(study: Study, folder: str | Path, scale: Scale, configs: Sequence[RunConfig]) -> int:
-    """Adds those of these runs that a folder of pages has rows of, and the study has not. Returns their number.
+    """Adds to the study the results of missing runs that have rows in a folder of pages. Returns their number.
 
-    A row counts only if its run read the text that the study reads. Runs that record or follow a trace are left out, because
+    A row counts only if its run read the same text as the study. Runs that record or follow a trace are left out, because
     traces are not published.
     """
     wanted = {config.id: config for config in study.missing(configs) if not (config.record or config.follow)}
@@ -107,6 +107,6 @@ def restore(study: Study, folder: str | Path, scale: Scale, configs: Sequence[Ru
 
 
 def _texts(configs: Iterable[RunConfig]) -> dict[str, str]:
-    """The sha256 of the texts that runs read, under the names that a study gives them."""
+    """The sha256 of the texts of these runs, under the names that a study gives them."""
     distinct = {(config.data, config.valid_data): config for config in configs}.values()
     return {_TEXT + facts.name: facts.sha256 for facts in (open_text(config, check=False).facts for config in distinct)}

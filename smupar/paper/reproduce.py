@@ -1,7 +1,7 @@
-"""Runs a figure or table: its runs, its picture, its rows, and whether the paper's claim about it holds here.
+"""Reproduces a figure or table: runs, picture, rows, and whether the paper's claim holds here.
 
-All figures of a scale share one folder of runs, which are named by the hash of their configurations. So Figures 1, 6, 8 and 14
-train each model once.
+All figures of a scale share one folder of runs, named by the hash of their configurations. So Figures 1, 6, 8 and 14 train each
+model only once.
 """
 
 from __future__ import annotations
@@ -32,19 +32,20 @@ from smupar.paper.figure import Claim, Figure, Place
 from smupar.paper.published import restore
 from smupar.paper.settings import Scale, ScaleName
 from smupar.study.config import EngineConfig
-from smupar.study.curves import chart_of, draw_png
+from smupar.study.curves import chart_of
 from smupar.study.definition import Stage, StudyDefinition, with_more_seeds
 from smupar.study.engines import run_study
 from smupar.study.forecast import forecast
+from smupar.study.picture import draw_png
 from smupar.study.space import unique
 from smupar.study.store import Result, Study, row_of, write_rows
-from smupar.study.sweep import sweep_from_json
+from smupar.study.sweep import study_of_runs
 from smupar.study.view import result_rows, table_of
 
 MADE_ON = "made-on.json"  # the device and versions of a measurement without runs
 FIGURES = (
     *("tab01", "fig01", "fig03", "fig05", "fig06", "fig07", "fig08", "fig09", "fig10", "fig11", "fig12", "fig13", "fig14"),
-    *("tab02", "tab03", "tab04", "wpn", "patterns", "thin", "decay", "drift", "depth"),
+    *("tab02", "tab03", "tab04", "wpn", "patterns", "thin", "decay", "drift", "depth", "controls"),
 )
 FINDINGS = {
     1: "Increasing sparsity makes activations and gradients vanish under SP and muP",
@@ -81,7 +82,7 @@ class Reproduced:
 
     @property
     def values(self) -> dict[str, Any]:
-        """As plain values, for programs."""
+        """The result as plain values, for programs."""
         claim, parts = self.claim, [{"holds": part.holds, "text": part.text} for part in self.claim.parts]
         about = {"figure": self.name, "title": self.title, "holds": claim.holds, "text": claim.text, "parts": parts}
         return {**about, "folder": str(self.folder), "runs": len(self.rows), "missing": self.missing}
@@ -107,7 +108,7 @@ def list_values() -> list[dict[str, Any]]:
 
 
 def listed() -> str:
-    """What ``smupar reproduce --list`` prints."""
+    """The text of ``smupar reproduce --list``."""
     lines = []
     for name in FIGURES:
         fig = figure(name)
@@ -119,7 +120,7 @@ def listed() -> str:
 def make_scale(name: ScaleName, data: str | None, *, reads: bool = True, **decay: float | None) -> Scale:
     """Makes a scale.
 
-    data    folder made by `smupar data prepare`; default at scale cpu: the source of Python's standard library
+    data    folder made by `smupar data prepare`; by default at scale cpu, the source of Python's standard library
     reads   False if nothing is trained, so that no text is needed
     decay   ``weight_decay`` and ``clip`` of all runs
     """
@@ -149,8 +150,8 @@ def reproduce(
     to ``out``/scale/name; runs are in ``out``/scale/study.
 
     data_dir    local copies of the tasks of Table 2
-    published   folder of pages; runs that it has rows of are not run again
-    so_far      trains nothing, and reads the runs that have ended
+    published   folder of pages; runs with rows there are not run again
+    so_far      train nothing, and read the runs that have ended
     """
     fig, root = figure(name), Path(out) / scale.folder
     place = Place(scale, root / name, root / "study" / "runs", how.device, data_dir)
@@ -181,7 +182,7 @@ def reproduce(
 
 
 def _document(name: str, fig: Figure, claim: Claim, place: Place, rows: Sequence[Result], measured: Any) -> Document:
-    """The page of a figure: what the paper claims, part by part, its charts and its runs."""
+    """The page of a figure: the parts of the claim, the charts and the runs."""
     scale = place.scale
     data = "" if scale.data == STANDARD_LIBRARY else f" --data {scale.data}"
     text = place.folder / "table.txt"
@@ -214,14 +215,14 @@ def _answer(claim: Claim) -> Answer:
     }
 
 
-# Results, the sha256 of the files that their runs read, and how many runs have not ended.
+# Results, the sha256 of the files that their runs read, and the number of runs that have not ended.
 _Ended = tuple[list[Result], dict[str, str], int]
 
 
 def _trained(name: str, fig: Figure, stages: Sequence[Stage], place: Place, how: EngineConfig) -> _Ended:
     """The results of all runs of a figure, once they have ended."""
     scale = place.scale
-    if how.engine != "ray" and fig.runs:  # Ray runs them on other machines
+    if how.engine != "ray" and fig.runs:  # with Ray, runs are on other machines
         every = [*fig.runs(scale), *(fig.last(scale) if fig.last else [])]
         _refuse_device(name, scale, every, pick_device(how.device), asked=how.device != "auto")
     if fig.prepare:
@@ -232,14 +233,14 @@ def _trained(name: str, fig: Figure, stages: Sequence[Stage], place: Place, how:
 
 
 def _ended(fig: Figure, stages: Sequence[Stage], place: Place) -> _Ended:
-    """The results of those runs of a figure that have ended."""
+    """The results of the runs of a figure that have ended."""
     stored, command = _definition(stages, place.scale).stored, _command(place.scale)
     configs: list[RunConfig] = []
     with Study.open(place.runs.parent, stored, command, keeps_weights=fig.keeps_weights) as study:
         try:
             for propose in stages:
                 configs += propose(study)
-        except ValueError as error:  # runs that depend on results that are missing
+        except ValueError as error:  # some runs depend on results that are still missing
             say(str(error))
         results = study.results(unique(configs))
         if not results:
@@ -248,8 +249,8 @@ def _ended(fig: Figure, stages: Sequence[Stage], place: Place) -> _Ended:
 
 
 def _stages(fig: Figure, configs: Sequence[RunConfig], scale: Scale, published: str | None) -> list[Stage]:
-    """The runs of a figure, runs that depend on their results, and in a sweep more seeds around each optimum. What is
-    published is taken from there."""
+    """The stages of a figure: its runs, runs that depend on their results, and in a sweep more seeds around each optimum.
+    Published results are reused."""
     stages: list[Stage] = [lambda study: configs]
     if fig.then:
         stages.append(partial(fig.then, scale))
@@ -259,7 +260,7 @@ def _stages(fig: Figure, configs: Sequence[RunConfig], scale: Scale, published: 
     if fig.last:
         last = fig.last(scale)
         stages = [*stages, lambda study: last]
-    if published and not (fig.measure and fig.keeps_weights):  # rows cannot replace weights
+    if published and not (fig.measure and fig.keeps_weights):  # a figure that needs weights cannot reuse rows
         stages = [partial(_restored, stage, published, scale) for stage in stages]
     return stages
 
@@ -272,8 +273,8 @@ def _restored(stage: Stage, published: str, scale: Scale, study: Study) -> Seque
 
 
 def _definition(stages: Sequence[Stage], scale: Scale) -> StudyDefinition:
-    """All figures of a scale share one study, so the stored description is the same for all."""
-    return replace(sweep_from_json({"kind": "reproduce", "scale": scale.name, "data": scale.data}), stages=stages)
+    """The definition of the study that all figures of a scale share; so it does not name a figure."""
+    return study_of_runs({"kind": "reproduce", "scale": scale.name, "data": scale.data}, stages, axes={})
 
 
 def _command(scale: Scale) -> str:
@@ -299,7 +300,7 @@ def _refuse_device(name: str, scale: Scale, configs: Sequence[RunConfig], device
 
 @dataclass(frozen=True)
 class FigureCost:
-    """What a figure will cost, as lines of a name and a text, and as values for programs."""
+    """The cost of a figure, as lines of name and text, and as values for programs."""
 
     name: str
     title: str
@@ -311,8 +312,8 @@ class FigureCost:
 
 
 def dry_run(name: str, scale: Scale, how: EngineConfig, *, out: str) -> FigureCost:
-    """What a figure will cost, and the command that reproduces it. At scale cpu the time is measured here; larger scales are
-    for other machines."""
+    """The cost of a figure, and the command that reproduces it. At scale cpu the time is measured here; larger scales are for
+    other machines."""
     fig = figure(name)
     if not fig.runs:
         what = fig.what(scale) if fig.what else "nothing is trained"
@@ -330,8 +331,8 @@ def dry_run(name: str, scale: Scale, how: EngineConfig, *, out: str) -> FigureCo
 def _cost_on_gpus(name: str, fig: Figure, scale: Scale, command: str) -> FigureCost:
     """The cost on H200s, from FLOPs."""
     assert fig.runs is not None
-    configs = fig.runs(scale)
-    if fig.swept:  # three values of each curve get more seeds; their cost does not depend on where the optima are
+    configs = [*fig.runs(scale), *(fig.expected(scale) if fig.expected else ())]
+    if fig.swept:  # three values of each curve get more seeds; their cost does not depend on the optimum
         experiment, axis = fig.swept
         values = sorted({getattr(config, axis) for config in configs})
         middle = [config for config in configs if getattr(config, axis) in values[len(values) // 2 - 1 :][:3]]
@@ -348,7 +349,7 @@ def _cost_on_gpus(name: str, fig: Figure, scale: Scale, command: str) -> FigureC
     small, big = min(cost.num_parameters for cost in each), largest.num_parameters
     gib = _bytes(largest) / _GIB
     lines = {
-        "runs": f"{len(configs)}{' and those that follow a trace' if fig.then else ''}",
+        "runs": f"{len(configs)}{' and those that follow a trace' if fig.then and not fig.expected else ''}",
         "parameters": f"{small:,}" + (f" to {big:,}" if big != small else ""),
         "tokens": f"{tokens:.3g}, {largest.num_tokens:.3g} in a run of the largest",
         "FLOPs": f"{flops:.3g} (6 N tokens)",
@@ -356,7 +357,13 @@ def _cost_on_gpus(name: str, fig: Figure, scale: Scale, command: str) -> FigureC
         "memory": f"{gib:.1f} GiB for the largest, with one sequence at a time",
         "command": command,
     }
-    facts = {"runs": len(configs), "is_all": not fig.then, "parameters": (small, big), "tokens": tokens, "flops": flops}
+    facts = {
+        "runs": len(configs),
+        "is_all": not fig.then or fig.expected is not None,
+        "parameters": (small, big),
+        "tokens": tokens,
+        "flops": flops,
+    }
     return FigureCost(name, fig.title, lines, {"figure": name, **facts, "seconds": 3600 * hours, "memory_gib": gib})
 
 

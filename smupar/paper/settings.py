@@ -1,4 +1,4 @@
-"""Table 4 of the paper as data, and how the smaller scales reduce it."""
+"""Table 4 of the paper as data, and its reduction to smaller scales."""
 
 from __future__ import annotations
 
@@ -87,15 +87,15 @@ TABLE_4: dict[str, Printed] = {
     "dynamic": Printed(("fig12",), 1024, 2, 64, 128, None, _INIT, _ALPHAS, "10x linear", 116, 1169, "306M"),
 }
 # The paper does not print betas, epsilon, decay, clipping, the MLP's width, the vocabulary, the grids of its sweeps, the widths
-# of its Iso figures, and when RigL and GMP stop. Betas, the amount of decay and clipping come from the paper's code. The rest
-# is our choice: decay that is independent of the learning rate, an MLP of 8/3 of the width, GPT-2's vocabulary, and the sizes
+# of its Iso figures, or when RigL and GMP stop. Betas, the amount of decay and clipping come from the paper's code. The rest is
+# our choice: decay that is independent of the learning rate, an MLP of 8/3 of the width, GPT-2's vocabulary, and the sizes
 # below.
 WEIGHT_DECAY, CLIP = 0.1, 1.0
 
 
 @dataclass(frozen=True)
 class Size:
-    """How large one experiment is at one scale."""
+    """The size of one experiment at one scale."""
 
     width: int
     depth: int
@@ -166,7 +166,7 @@ _SCHEDULES = {"10x linear": "linear", "constant": "constant", "to zero": "linear
 
 @dataclass(frozen=True)
 class Scale:
-    """cpu: minutes on two cores; small: minutes on one GPU; paper: as printed."""
+    """A scale of the experiments: cpu (minutes on two cores), small (minutes on one GPU), or paper (as printed)."""
 
     name: ScaleName
     data: str = STANDARD_LIBRARY
@@ -176,7 +176,7 @@ class Scale:
 
     @property
     def folder(self) -> str:
-        """The name of the folder for this scale's runs and results."""
+        """The name of the folder for the scale's runs and results."""
         parts: list[str] = [self.name]
         if self.weight_decay != WEIGHT_DECAY:
             parts.append(f"decay-{self.weight_decay:g}")
@@ -234,7 +234,7 @@ class Scale:
         return _of(TABLE_4[experiment].lr, rule, TABLE_3["lr"])
 
     def _init_std(self, experiment: str, rule: str, width: int) -> float:
-        """The printed init std. If SP's init std depends on the width, it is adapted to the width of smaller scales."""
+        """The printed init std. If SP's depends on the width, it is converted to the width of the scale."""
         printed = TABLE_4[experiment]
         value = _of(printed.init_std, rule, TABLE_3["init_std"])
         if self.name == "paper":

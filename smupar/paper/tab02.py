@@ -31,7 +31,7 @@ def prepare(data_dir: str | None) -> None:
 
 
 def measure(place: Place, rows: Rows) -> str:
-    """Evaluates the runs that finished. Prints the table, writes it and returns it."""
+    """Evaluates the finished runs. Prints, writes and returns the table."""
     finished = {row.config.id: row.config for row in rows if row.summary.status == "finished"}
     folders = tuple(str(place.runs / id_) for id_ in finished)
     scoring = ScoringConfig(device=place.device)
@@ -43,7 +43,7 @@ def measure(place: Place, rows: Rows) -> str:
 
 
 def labelled(results: Results, runs_by_id: dict[str, RunConfig]) -> Results:
-    """The results with rules and sparsities as names of the models, instead of folders."""
+    """The results, with models named by rule and sparsity instead of their folders."""
     models = []
     for about, numbers in results.models:
         run = runs_by_id[about["config_id"]]
@@ -92,8 +92,8 @@ def cells(table: str) -> list[Compared]:
 
 
 def claim(table: str) -> Claim:
-    """Whether SmuPar is best or within 0.01 of the best almost everywhere, and more often than the others. It cannot be told if
-    the rules cannot be told apart at most sparsities and tasks."""
+    """Whether SmuPar is best or within 0.01 of the best almost everywhere, and more often than the other rules. The answer is
+    unknown if rules do not differ significantly at most sparsities and tasks."""
     compared = cells(table)
     telling = [cell for cell in compared if cell.tells_apart]
     counts = {rule: sum(cell.is_good(rule) for cell in compared) for rule in compared[0].values}

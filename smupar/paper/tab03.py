@@ -27,7 +27,7 @@ def config(scale: Scale) -> TuneConfig:
 
 
 def default(scale: Scale) -> RunConfig:
-    """The run that a user would start with: no alphas, PyTorch's learning rate for Adam, and GPT-2's init at this width."""
+    """A run with common defaults: no alphas, PyTorch's learning rate for Adam, and GPT-2's init at this width."""
     return replace(config(scale).run, lr=1e-3, init_std=0.02, alpha_input=1.0, alpha_output=1.0)
 
 

@@ -1,4 +1,4 @@
-"""Table 4: the settings of every figure, and how the smaller scales reduce them."""
+"""Table 4: the settings of every figure, and their reduction to smaller scales."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from smupar.paper.settings import Scale, table_4
 
 
 def claim(rows: Rows = ()) -> Claim:
-    """The printed numbers of tokens follow from steps, batch and T = 2048, and the largest model has 610M parameters."""
+    """Whether the printed numbers of tokens follow from steps, batch and T = 2048, and the largest model has 610M
+    parameters."""
     paper = Scale("paper", "data/slimpajama", 50257)
     printed = {"sweep": 306e6, "init": 1.6e6, "pretraining": 12.13e9, "coordinates": 82e3, "iso-pretraining": 1e9}
     off = [name for name, tokens in printed.items() if abs(paper.run(name).num_tokens / tokens - 1) > 0.03]

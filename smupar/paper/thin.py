@@ -1,5 +1,5 @@
-"""Beyond the paper: with how few weights per neuron does SmuPar still work? Its derivation uses a law of large numbers over the
-weights of a neuron."""
+"""Beyond the paper: how few weights per neuron does SmuPar need? Its derivation uses a law of large numbers over the weights of
+a neuron."""
 
 from __future__ import annotations
 

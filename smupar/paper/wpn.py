@@ -24,7 +24,7 @@ def _optimum(curve: Curve) -> Point:
 
 
 def draw(rows: Rows) -> list[Panel]:
-    """The best learning rates, and where they would be if they grew in proportion. Sparser models are on the right."""
+    """The best learning rates, and those of exact proportionality. Sparser models are on the right."""
     lines = []
     for rule in _RULES:
         own, name, colour = curves(rows, rule), title(rule), colour_of(title(rule))
@@ -41,8 +41,8 @@ def claim(rows: Rows) -> Claim:
 
 
 def _rises(rows: Rows, rule: str) -> Claim:
-    """The exponent is that between the dense and the sparsest model. If optima lie at the edge of the grid, it is at least as
-    large, so that one below what is asked tells nothing."""
+    """Whether the exponent between the dense and the sparsest model is large enough. If an optimum is at the edge of the grid,
+    the measured exponent is a lower bound, so a small one decides nothing."""
     dense, *_, sparsest = curves(rows, rule)
     rise, fewer = sparsest.best / dense.best, _weights(dense) / _weights(sparsest)
     exponent = math.log(rise) / math.log(fewer)

@@ -1,4 +1,4 @@
-"""How many weights each layer keeps: one density for all, or shares by shape (ER, ERK)."""
+"""Divides one density among layers: the same for all, or by shape (ER, ERK)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from smupar.plan.settings import match_globs, refuse
 
 
 def as_density(value: float | Fraction, what: str = "density") -> Fraction:
-    """The exact fraction that a user means by a float such as 1 / 3. It must lie in (0, 1]."""
+    """The exact fraction that a user means by a float such as 1 / 3. Raises if it does not lie in (0, 1]."""
     refuse(
         isinstance(value, bool) or not isinstance(value, Real) or not 0 < value <= 1,
-        f"{what} must lie in (0, 1], got {value!r}: it is the share of weights that is kept, 1 - sparsity",
+        f"{what} must lie in (0, 1], got {value!r}: it is the share of kept weights, 1 - sparsity",
     )
     exact = value if isinstance(value, Fraction) else Fraction(float(value))
     return exact.limit_denominator(10**9) or exact
@@ -31,8 +31,7 @@ def round_half_up(value: Fraction) -> int:
 
 @dataclass(frozen=True)
 class Allocation:
-    """How one overall density is divided among tensors. The density of each tensor is min(1, scale * share), with one common
-    scale."""
+    """Divides one overall density among tensors. Each tensor's density is min(1, scale * share), with one scale for all."""
 
     density: float
     name: str

@@ -1,4 +1,4 @@
-"""Where a model computes attention, and the field in which it keeps the scale of ``q.k``, by names and numbers alone."""
+"""Finds a model's attention modules and the fields that hold the scale of ``q.k``, by names and numbers alone."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from smupar.plan.source import divides_by
 from smupar.plan.uses import Usage
 
-# Names of modules that are attention, or a part of it.
+# Names of attention modules and of their parts.
 _ATTENTION = re.compile(r"att(ention|n)|qkv|query|q_proj|(^|_)(to_)?w?q$", re.IGNORECASE)
 # Names of layers and parameters that make queries, alone or together with keys and values.
 _QUERIES = re.compile(r"query|qkv|c_attn|in_proj_weight|(^|_)(to_)?w?q(_[ab])?(_lin|_proj|_proj_weight)?$", re.IGNORECASE)
 _SCALES = ("scale", "scaling", "softmax_scale", "attention_scale", "attn_scale", "inv_norm_factor")
 # Further names of fields that may hold the scale, if the number is a power of the head size.
 _MAY_SCALE = re.compile(r"scal|norm|temper", re.IGNORECASE)
-# The scales of rotary positions and the rates of dropout are other numbers, even where they have the same value.
+# Scales of rotary positions and dropout rates are not attention scales, even if they have the same value.
 _NOT_SCALES = re.compile(r"rope|rotary|freq|theta|attention_scaling|drop|eps|init|softcap|_clip", re.IGNORECASE)
 _HEAD_SIZES = (
     "qk_head_dim",
@@ -38,45 +38,45 @@ _NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", 
 
 @dataclass(frozen=True)
 class FoundAttention:
-    """A module that multiplies queries and keys, and what its attributes say about the scale."""
+    """A module that multiplies queries and keys, with the scale that its attributes show."""
 
     path: str
     module: nn.Module
-    head_dim: int | None  # None if no attribute tells it
+    head_dim: int | None  # None if no attribute shows it
     holder: str = ""  # path of the module that has the field
     field: str = ""  # the attribute that holds the scale; "" if none was found
-    divides: bool = False  # q.k is divided by the number, as in GPT-J
+    divides: bool = False  # True if q.k is divided by the field, as in GPT-J
     value: float = math.nan
 
     @property
     def scale(self) -> float:
-        """The number that q.k is multiplied by, as far as attributes tell; NaN if they do not."""
+        """The number that q.k is multiplied by, according to attributes; NaN if they do not show it."""
         return 1 / self.value if self.divides else self.value
 
     def stored(self, scale: float) -> float:
-        """What the field must hold so that q.k is multiplied by ``scale``."""
+        """The value of the field that multiplies q.k by ``scale``."""
         return 1 / scale if self.divides else scale
 
 
 @dataclass(frozen=True)
 class AttentionChange:
-    """One change of a model that gives an attention its scale: a number in a field, or a factor on the queries."""
+    """One change that gives an attention module its scale: a value for a field, or a factor on the queries."""
 
-    path: str  # of the module with the field, or of the layer that makes the queries
-    field: str  # "" if the queries are multiplied
-    value: float  # what the field holds, or the factor on the queries
+    path: str  # path of the module with the field, or of the layer that makes the queries
+    field: str  # "" if the queries are multiplied instead
+    value: float  # value of the field, or factor on the queries
     rows: tuple[tuple[int, int], ...] = ()  # ranges of the layer's outputs that are queries; empty if all are
 
 
 def named_like_attention(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Paths and modules that look like attention, or a part of it, by their names."""
+    """Paths and modules whose names look like attention or a part of it."""
     for path, module in model.named_modules():
         if _ATTENTION.search(path.rpartition(".")[2]) or _ATTENTION.search(type(module).__name__):
             yield path, module
 
 
 def find_attentions(model: nn.Module) -> list[FoundAttention]:
-    """Every module that makes queries, and every other module that is called attention and has matrices."""
+    """Every module that makes queries, and every other module that has matrices and is named like attention."""
     cores = {path: module for path, module in model.named_modules() if _makes_queries(module)}
     for path, module in named_like_attention(model):
         related = any(_inside(path, core) or _inside(core, path) for core in cores)
@@ -121,8 +121,8 @@ def _makes_queries(module: nn.Module) -> bool:
 
 
 def _attention(path: str, modules: dict[str, nn.Module]) -> FoundAttention:
-    """What is known about one attention. Its scale may be in the module itself, in a part of it, or in the module around it,
-    which must then tell the head size as well."""
+    """Describes one attention module. Its scale may be a field of the module, of a part of it, or of its parent, which must
+    then show the head size as well."""
     size = head_size(modules[path])
     parts = [name for name in modules if path and _inside(name, path)]
     sizes = {name: head_size(modules[name]) or size for name in parts or [path]}
@@ -137,7 +137,7 @@ def _attention(path: str, modules: dict[str, nn.Module]) -> FoundAttention:
 
 
 def head_size(module: nn.Module) -> int | None:
-    """The size of a head, if the module's attributes tell it."""
+    """The size of a head, if the module's attributes show it."""
     for name in _HEAD_SIZES:
         value = getattr(module, name, None)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
@@ -152,8 +152,8 @@ def head_size(module: nn.Module) -> int | None:
 
 
 def _field(module: nn.Module, size: int | None) -> tuple[str, bool, float] | None:
-    """(attribute, whether it divides, its value). A number that is a power of the head size is preferred to a name. Whether it
-    divides is in the source; where that cannot be read, a number above 1 divides."""
+    """(attribute, whether q.k is divided by it, its value). A power of the head size takes precedence over a fitting name. The
+    source shows whether it divides; if the source cannot be read, a number above 1 counts as a divisor."""
     whole = {name: float(value) for name, value in vars(module).items() if type(value) is int and name in _SCALES}
     found = {name: value for name, value in (numbers(module) | whole).items() if not _NOT_SCALES.search(name)}
     powers = [size**exponent for exponent in (-0.5, -1.0, 0.5, 1.0)] if size is not None and size > 1 else []
@@ -170,7 +170,7 @@ def _field(module: nn.Module, size: int | None) -> tuple[str, bool, float] | Non
 
 
 def numbers(module: nn.Module) -> dict[str, float]:
-    """The module's own attributes and buffers that are single floating-point numbers and have a value."""
+    """The module's own attributes and buffers that hold a single floating-point number, without those on the meta device."""
     plain = {name: value for name, value in vars(module).items() if isinstance(value, float)}
     tensors = {name: value for name, value in vars(module).items() if isinstance(value, Tensor)}
     tensors |= dict(module.named_buffers(recurse=False))

@@ -1,7 +1,8 @@
-"""Residual branches: the modules whose outputs are added to the residual stream, and the factor that a depth rule gives them.
+"""Residual branches: finds the modules whose outputs are added to the residual stream, and the factor that a depth rule gives
+each.
 
-The user names them, or a forward pass of the base shows them. A model that scales its branches by its own depth is found, so
-that depth is not counted twice.
+The user names these modules, or a forward pass of the base shows them. Models that already scale their branches by depth are
+refused or reset, so that depth is not counted twice.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def branch_factors(
     branches: Sequence[str] | None,
     example: Example | None = None,
 ) -> tuple[tuple[str, float], ...]:
-    """(module path, factor on its output) of every module that ends a residual branch, in lists of layers that are longer than
-    the base's. ``branches`` are the user's globs; without them the example's forward pass shows the branches."""
+    """(module path, factor on its output) for every module that ends a residual branch, in lists of layers that are longer than
+    in the base. ``branches`` are the user's globs; without them the example's forward pass shows the branches."""
     paths = [path for path, _ in model.named_modules() if path]
     chosen = {path for glob in branches or () for path in match_globs({glob: True}, paths, what="branches", among="modules")}
     if not depth.lists or rule.alpha is None:
@@ -77,9 +78,9 @@ def _refuse_gaps(depth: Correspondence, scaled: list[str]) -> None:
 
 
 def _seen(base: nn.Module, example: Example | None) -> tuple[Usage | None, str]:
-    """A forward pass of the base; or None, and why there is none."""
+    """What a forward pass of the base shows; or None, and the reason."""
     if example is None:
-        return None, "pass example=, a batch for the model, to let a forward pass show them"
+        return None, "pass example=, a batch for the model, and a forward pass will show them"
     try:
         return watch(base, example, scaling={name: () for name, _ in base.named_parameters()}, reads={}), ""
     except CannotRunError as error:
@@ -87,7 +88,8 @@ def _seen(base: nn.Module, example: Example | None) -> tuple[Usage | None, str]:
 
 
 def find_branches(model: nn.Module, base: nn.Module, example: Example) -> list[str] | None:
-    """The modules that end residual branches where model and base differ in depth; None if a pass does not show them."""
+    """The modules that end residual branches where model and base differ in depth; None if a forward pass does not show
+    them."""
     depth = correspond(model, base)
     usage, _ = _seen(base, example)
     return sorted(_inferred(model, base, depth, usage)) or None if usage and depth.lists else None
@@ -100,17 +102,18 @@ def _inferred(model: nn.Module, base: nn.Module, depth: Correspondence, usage: U
 
 
 def _ends(depth: Correspondence, base: nn.Module, usage: Usage) -> set[str]:
-    """The modules of the base that end a branch in blocks that are counted; none if a block has a branch that is not the output
-    of modules inside it."""
+    """The modules of the base that end residual branches, in the lists whose length differs. Empty if some branch is not the
+    output of modules in its own block."""
     by_block: dict[str, set[str]] = {block: set() for block in depth.base_blocks}
     for residual in usage.residuals:
         inside = {depth.base_block_of(end) for end in residual.ends} - {None}
         if not inside and depth.base_block_of(residual.path) is None:
-            continue  # not in such a list
+            continue  # outside these lists
         if len(inside) != 1 or any(depth.base_block_of(end) is None for end in residual.ends):
             return set()
         by_block[str(*inside)] |= set(residual.ends)
-    # The first block of a ResNet's stage has a projection instead of x: its branch ends as in the other blocks.
+    # In the first block of a ResNet's stage a projection replaces x, so no residual is seen. Its branch ends as in the other
+    # blocks.
     for block, ends in by_block.items():
         found = ends or set(_as_in_others(block, by_block, base))
         if not found:
@@ -120,7 +123,7 @@ def _ends(depth: Correspondence, base: nn.Module, usage: Usage) -> set[str]:
 
 
 def _as_in_others(block: str, by_block: dict[str, set[str]], base: nn.Module) -> Iterator[str]:
-    """The modules of a block that have the name and the class of modules that end branches in other blocks of its list."""
+    """The modules of a block with the same name and class as modules that end branches in other blocks of its list."""
     modules, parent = dict(base.named_modules(remove_duplicate=False)), block.rpartition(".")[0]
     for other, ends in by_block.items():
         for end in ends if other.rpartition(".")[0] == parent else ():
@@ -130,7 +133,7 @@ def _as_in_others(block: str, by_block: dict[str, set[str]], base: nn.Module) ->
 
 
 def _refuse_not_added(depth: Correspondence, scaled: list[str], usage: Usage) -> None:
-    """Refuses modules whose outputs the example's forward pass does not add to anything."""
+    """Refuses modules whose outputs are not added to anything in the example's forward pass."""
     added = {end for residual in usage.residuals for end in residual.ends}
     wrong = [path for path in scaled if not usage.same.get(depth.modules[path], {depth.modules[path]}) <= added]
     blocks = {end: depth.base_block_of(end) for end in sorted(added)}
@@ -139,8 +142,8 @@ def _refuse_not_added(depth: Correspondence, scaled: list[str], usage: Usage) ->
     remedy = (
         f"these are:\n  branches={list(ends)!r}"
         if ends
-        else f"the sums in {', '.join(map(repr, sums))} add what no module returns: compute it in a module of its own, or pass "
-        "depth='none'"
+        else f"what the sums in {', '.join(map(repr, sums))} add is not the output of a module: compute it in a module of its "
+        "own, or pass depth='none'"
     )
     refuse(
         wrong,
@@ -158,7 +161,7 @@ def _glob(path: str, block: str) -> str:
 
 
 def _question(model: nn.Module, depth: Correspondence, why: str) -> str:
-    """The error that asks for the residual branches, with a line that may settle it."""
+    """The error that asks for the residual branches, with a line to paste that may be right."""
     lists = ", ".join(f"{path!r} ({float(multiplier):g} times as many)" for path, multiplier in depth.lists.items())
     return (
         f"model and base have different numbers of layers in {lists}. Name the modules whose outputs are added to the residual "
@@ -169,7 +172,7 @@ def _question(model: nn.Module, depth: Correspondence, why: str) -> str:
 
 
 def _guesses(model: nn.Module, depth: Correspondence) -> list[str]:
-    """Globs of the last linear layer of every part of a block."""
+    """Globs for the last linear layer in each child of a block."""
     guesses = []
     for block in depth.blocks:
         for part, module in model.get_submodule(block).named_children():
@@ -184,7 +187,7 @@ def _guesses(model: nn.Module, depth: Correspondence) -> list[str]:
 def refuse_scaled_twice(
     multipliers: Sequence[Multiplier], depth: Correspondence, branches: tuple[tuple[str, float], ...], choice: str
 ) -> None:
-    """Refuses a model whose own factors follow its depth, unless they are given the base's values."""
+    """Refuses a model whose own factors follow its depth, unless they get the base's values."""
     own = [each for each in multipliers if branches and _follows(each, depth.m_depth(each.path))]
     left = [each for each in own if choice != "base" or not each.can_be_set]
     remedy = (
@@ -200,7 +203,8 @@ def refuse_scaled_twice(
 
 
 def _follows(multiplier: Multiplier, m_depth: Fraction) -> bool:
-    """Whether a number of a block differs from the base's by a power of the depth multiplier that a branch may have."""
+    """Whether a number in a block follows the depth: its ratio to the base's is m_depth to the power 1/2 or 1, or the
+    inverse."""
     if m_depth == 1 or multiplier.base_value == 0:
         return False
     ratio = abs(multiplier.value / multiplier.base_value)
@@ -208,7 +212,8 @@ def _follows(multiplier: Multiplier, m_depth: Fraction) -> bool:
 
 
 def own_init(model: nn.Module, depth: Correspondence, branches: tuple[tuple[str, float], ...]) -> Iterator[Note]:
-    """A note if the weights that end branches start smaller by 1 / sqrt(2 depth), as in GPT-2, which the plan leaves out."""
+    """A note for each module that ends branches with smaller initial weights, by 1 / sqrt(2 depth) as in GPT-2 or by 1 /
+    sqrt(depth). The plan draws them without that factor."""
     for path in depth.lists:
         blocks = [block for block in depth.blocks if block.rpartition(".")[0] == path]
         ends = [end for end, _ in branches if end.startswith(f"{blocks[0]}.")]
@@ -242,7 +247,7 @@ def _has_values(module: nn.Module) -> bool:
 
 
 def _spread(module: nn.Module) -> tuple[float, float]:
-    """The standard deviation of a layer's weights, and the same times the square root of the number of its inputs."""
+    """The standard deviation of a layer's weights, and that times the square root of the fan-in."""
     weight = module.get_parameter("weight").detach().float()
     std, num_in = float(weight.std()), weight.shape[1]
     return std, std * math.sqrt(num_in)

@@ -1,7 +1,7 @@
-"""Depth: which layers of a model correspond to which of its base, and how many there are of each.
+"""Finds which layers of a model correspond to which layers of its base, when their depths differ.
 
-Models of different depth have different parameter names. A layer of a list (``blocks.7``) corresponds to a layer of the base's
-list that is of the same kind, that is, of the same class and with the same parameter names.
+Models of different depth have different parameter names. A layer in a list (``blocks.7``) corresponds to a layer of the same
+kind in the base's list: one with the same class and the same parameter names.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from smupar.plan.settings import layer_glob, refuse
 
 @dataclass(frozen=True)
 class Correspondence:
-    """How the layers of a model correspond to those of its base. Lists that are equally long in both are not named."""
+    """How the layers of a model correspond to those of its base. Only lists whose length differs are listed."""
 
-    names: Mapping[str, str]  # parameter name -> name of the parameter of the base that corresponds to it
-    lists: Mapping[str, Fraction] = field(default_factory=dict)  # path of a list -> its number of blocks over the base's
-    blocks: Mapping[str, Fraction] = field(default_factory=dict)  # path of a block of such a list -> the same
-    base_blocks: frozenset[str] = frozenset()  # paths of the blocks of such lists in the base
+    names: Mapping[str, str]  # parameter name -> name of the base's parameter
+    lists: Mapping[str, Fraction] = field(default_factory=dict)  # path of a list -> its number of blocks over that in the base
+    blocks: Mapping[str, Fraction] = field(default_factory=dict)  # path of a block in such a list -> the same ratio
+    base_blocks: frozenset[str] = frozenset()  # paths of the base's blocks in such lists
     modules: Mapping[str, str] = field(default_factory=dict)  # module path -> path of the base's module
 
     def m_depth(self, path: str) -> Fraction:
-        """The depth multiplier of a parameter or module: of the list whose block it is, or is in, or 1."""
+        """The depth multiplier of a parameter or module: that of the list around it, or 1."""
         return math.prod((self.blocks[block] for block in self._blocks_around(path)), start=Fraction(1))
 
     def list_of(self, path: str) -> str | None:
-        """The path of the innermost such list that a module is in."""
+        """The path of the innermost such list around a module."""
         around = self._blocks_around(path)
         return around[-1].rpartition(".")[0] if around else None
 
     def base_block_of(self, base_path: str) -> str | None:
-        """The innermost block of such a list in the base that a module of the base is, or is in."""
+        """The path of the innermost such block that is, or contains, a module of the base."""
         return next((path for path in reversed(_prefixes(base_path)) if path in self.base_blocks), None)
 
     def _blocks_around(self, path: str) -> list[str]:
@@ -51,8 +51,8 @@ def _prefixes(path: str) -> list[str]:
 
 
 def correspond(model: nn.Module, base: nn.Module, what: str = "base") -> Correspondence:
-    """Finds the layer of ``base`` that each layer of ``model`` corresponds to. Raises if a block has no counterpart of its
-    kind. Differences that are not of depth are left for the comparison of parameters."""
+    """Finds the layer of ``base`` for each layer of ``model``. Raises if a block has no counterpart of its kind. Other
+    differences are left to ``parameters.view_parameters``."""
     lists: dict[str, Fraction] = {}
     blocks: dict[str, Fraction] = {}
     base_blocks: set[str] = set()
@@ -82,20 +82,20 @@ def _joined(path: str, name: str) -> str:
 
 
 def _blocks(layers: Mapping[str, nn.Module]) -> list[str]:
-    """The layers that are made of other modules. A list may also hold single layers, such as an embedding and a head."""
+    """The layers that contain other modules. A list may also hold single layers, such as an embedding and a head."""
     return [name for name, layer in layers.items() if any(True for _ in layer.children())]
 
 
 def _differ_in_depth(layers: Mapping[str, nn.Module], base_layers: Mapping[str, nn.Module]) -> bool:
-    """Whether these are two lists of layers that hold different numbers of blocks."""
+    """Whether these are lists of layers with different numbers of blocks."""
     are_lists = all(name.isdigit() for name in (*layers, *base_layers))
     counts = len(_blocks(layers)), len(_blocks(base_layers))
     return are_lists and all(counts) and counts[0] != counts[1]
 
 
 def _by_kind(layers: Mapping[str, nn.Module], base_layers: Mapping[str, nn.Module], path: str, what: str) -> dict[str, str]:
-    """The base's layer for each layer: the one of the same kind that is as far along among its kind. Single layers of a kind
-    must be equally many, or they have no counterpart."""
+    """The base's layer for each layer: one of the same kind, at the same relative position among its kind. Single layers of a
+    kind have counterparts only if both lists have equally many."""
     kinds, base_kinds = _kinds(layers), _kinds(base_layers)
     for kind, names in base_kinds.items():
         refuse(
@@ -127,5 +127,6 @@ def _kinds(layers: Mapping[str, nn.Module]) -> dict[tuple[str, tuple[str, ...]],
 
 
 def _class_name(layer: nn.Module) -> str:
-    """The class whose forward pass this is. Sharding and parametrizations put classes of their own before it."""
+    """The name of the class that defines the forward pass. Sharding and parametrizations put their own classes in front of
+    it."""
     return next(kind.__name__ for kind in type(layer).__mro__ if "forward" in vars(kind))

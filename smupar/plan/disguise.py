@@ -1,9 +1,10 @@
-"""Numbers in a model that follow its width without being sizes: sqrt(d) after an embedding, 1 / sqrt(d) before a head.
+"""Finds numbers in a model that follow its width but are not sizes, such as sqrt(d) after an embedding or 1 / sqrt(d) before a
+head.
 
-A rule holds if such factors are the same at every width, since Table 1 has every power of the width that is needed. They are
-found by comparing the model with its base: floating-point attributes, buffers of one element and fields of configs that differ.
-Whole numbers that differ are sizes as a rule. They count only if the source of the forward pass takes a root or a power of
-them, or divides by them.
+A rule holds if such factors are the same at every width, since Table 1 already has every power of the width that is needed.
+They are found by comparing the model with its base: floating-point attributes, buffers of one element and fields of configs
+that differ. A whole number that differs is usually a size. It counts only if the source of the forward pass takes a root or a
+power of it, or divides by it.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ CHOICES = ("ask", "base", "own")
 class Multiplier:
     """A number that the forward pass may multiply by, and that follows the width."""
 
-    path: str  # of the module
-    name: str  # of its attribute; a dot leads into a config
+    path: str  # path of the module
+    name: str  # attribute, with a dot for a field of a config
     value: float
     base_value: float
-    can_be_set: bool = True  # False if the model also uses the number as a size, or computes it from one
-    is_set: bool = False  # ``parameterize`` sets it to the base's value
+    can_be_set: bool = True  # False if the model also uses the number as a size, or computes it from a size
+    is_set: bool = False  # whether ``parameterize`` sets it to the base's value
 
     @property
     def where(self) -> str:
@@ -49,8 +50,8 @@ class Multiplier:
 
 
 def find_multipliers(model: nn.Module, base: nn.Module, paths: Mapping[str, str] | None = None) -> list[Multiplier]:
-    """All numbers of the model that differ from the base's and are not mere sizes. The scale of attention is left out: it has a
-    rule of its own. ``paths`` maps modules to those of a base of another depth."""
+    """All numbers of the model that differ from the base's and are not just sizes, without attention scales, which have a rule
+    of their own. ``paths`` maps module paths to those of a base of another depth."""
     attentions = find_attentions(model)
     scales = {(attention.holder, attention.field) for attention in attentions}
     sizes = {attention.path: attention.head_dim for attention in attentions}
@@ -86,8 +87,8 @@ def _attributes(module: nn.Module, other: nn.Module) -> Iterator[_Pair]:
 
 
 def _as_power_of_size(value: float, module: nn.Module, other: nn.Module) -> float | None:
-    """The value that a number has at base width, if it is a root, a multiple or the inverse of a size of the module that
-    scales. It is for bases on the meta device, whose buffers have no values."""
+    """The value at base width of a number that is a root, a multiple or the inverse of one of the module's scaling sizes. This
+    is for bases on the meta device, whose buffers have no values."""
     pairs = zip(module.parameters(), other.parameters(), strict=False)
     sizes = {sizes for own, base in pairs for sizes in zip(own.shape, base.shape, strict=False) if sizes[0] != sizes[1]}
     for size, base_size in sizes:
@@ -145,14 +146,14 @@ def in_sums(multipliers: list[Multiplier], seen: Collection[tuple[str, float]], 
 
 
 def chosen(multipliers: list[Multiplier], choice: str) -> tuple[Multiplier, ...]:
-    """What the plan records, after the user's choice."""
+    """The multipliers as the plan records them, given the user's choice."""
     refuse(choice not in CHOICES, f"multipliers must be one of {', '.join(CHOICES)}, got {choice!r}")
     return tuple(replace(each, is_set=choice == "base" and each.can_be_set) for each in multipliers)
 
 
 @torch.no_grad()
 def set_multiplier(model: nn.Module, path: str, name: str, value: float) -> None:
-    """Writes a number into an attribute, a buffer or a config's field, in the type that is there."""
+    """Writes a number into an attribute, a buffer or a config's field, and keeps its type."""
     *outer, leaf = name.split(".")
     owner: Any = model.get_submodule(path)
     for part in outer:

@@ -1,5 +1,5 @@
-"""What an example shows about the roles of parameters: one forward pass at base width says how each parameter is used, and a
-second pass at another width says which sizes of activations follow the width.
+"""Collects what an example shows about the roles of parameters. A forward pass at base width shows how each parameter is used,
+and a pass at another width which sizes of activations follow the width.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from smupar.plan.watcher import watch
 
 @dataclass(frozen=True)
 class Note:
-    """Something the reader of a plan should know; ``kind`` is for programs, the text for people."""
+    """A remark on a plan; ``kind`` is for programs, the text for people."""
 
     kind: str
     text: str
-    is_caution: bool = True  # also worth a warning when the plan is made
+    is_caution: bool = True  # whether it is also a warning when the plan is made
 
     def __str__(self) -> str:
         return self.text
@@ -39,20 +39,20 @@ class Evidence:
     notes: list[Note] = field(default_factory=list)
     about: dict[str, Note] = field(default_factory=dict)
     usage: Usage | None = None  # its modules' paths are those of base
-    is_given: bool = True  # the user passed an example
-    in_sums: frozenset[tuple[str, float]] = frozenset()  # (path, number) where a number multiplies sums over the width alone
+    is_given: bool = True  # whether the user passed an example
+    in_sums: frozenset[tuple[str, float]] = frozenset()  # (path, number) of numbers that multiply only sums over the width
 
 
 def look(
     tensors: list[ParameterView], model: nn.Module, base: nn.Module, delta: nn.Module | None, example: Example | None
 ) -> Evidence:
-    """Adds to each parameter of the model how the example's forward pass through base uses it."""
+    """Adds to each parameter of the model how the base's forward pass on the example uses it."""
     if example is None:
         return Evidence(tensors, is_given=False)
     if not any(tensor.scaling for tensor in tensors):
         text = "the example was not used: model and base are equally wide. Pass delta=, the same model at any other width"
         return Evidence(tensors, [Note("example", text)])
-    names = correspond(model, base).names  # of base's parameters, which differ if the model is deeper
+    names = correspond(model, base).names  # names of the base's parameters, which differ if the model is deeper
     scaling = dict.fromkeys((name for name, _ in base.named_parameters()), ()) | {
         names[tensor.name]: tensor.scaling for tensor in tensors
     }
@@ -82,14 +82,15 @@ def look(
 
 def _with_evidence(tensor: ParameterView, usage: Usage) -> ParameterView:
     seen = _seen(tensor, usage.uses[tensor.name])
-    is_known = tensor.layout == "matrix" or tensor.layer.owns(tensor.name.rpartition(".")[2])  # such as depthwise convolutions
+    # other layouts, such as depthwise convolutions, are left alone
+    is_known = tensor.layout == "matrix" or tensor.layer.owns(tensor.name.rpartition(".")[2])
     if seen is not None and seen.how == "product" and not is_known and len(tensor.shape) > 1:
         return replace(tensor, seen=seen, layout="seen", in_dims=seen.in_dims, out_dims=seen.out_dims)
     return replace(tensor, seen=seen)
 
 
 def _seen(tensor: ParameterView, use: Use) -> Seen | None:
-    """What the uses of one parameter amount to; None if it was not used."""
+    """The uses of one parameter in short; None if it was not used."""
     if tensor.layer.is_lookup and tensor.layout == "matrix":
         return Seen("lookup") if use != Use() else None
     if use.products:
@@ -110,7 +111,7 @@ def _seen_product(tensor: ParameterView, use: Use) -> Seen:
     elif len(ways) > 1 and not _is_same_either_way(tensor):
         why = "is used in products that sum over different dimensions"
     elif tensor.layout == "matrix" and known != _way(tensor, first)[0] and not _is_same_either_way(tensor):
-        why = f"is summed over another dimension than a {type(tensor.module).__name__} sums over"
+        why = f"is summed over a different dimension than in a {type(tensor.module).__name__}"
     elif tensor.layout == "raw" and any(tensor.base_shape[dim] == 1 for dim in tensor.scaling):
         why = "has a scaling dimension of size 1 in base, where its use cannot be followed"
     else:
@@ -129,20 +130,20 @@ def _seen_product(tensor: ParameterView, use: Use) -> Seen:
 
 
 def _way(tensor: ParameterView, product: WeightProduct) -> tuple[Dims, Dims]:
-    """The scaling dimensions that a product reads and writes. A dimension of size 1 leaves no trace in the pass of the base."""
+    """The scaling dimensions that a product reads and writes. A dimension that has size 1 in the base leaves no trace."""
     followed = [dim for dim in tensor.scaling if tensor.base_shape[dim] > 1]
     ins, outs = (tuple(dim for dim in dims if dim in followed) for dims in (product.in_dims, product.out_dims))
     return ins, outs
 
 
 def _is_same_either_way(tensor: ParameterView) -> bool:
-    """Whether a square matrix gets the same numbers whichever dimension it reads."""
+    """Whether a square matrix gets the same numbers no matter which dimension it sums over."""
     return tensor.scaling == (0, 1) and len(tensor.shape) == 2 and len({*tensor.shape}) == len({*tensor.base_shape}) == 1
 
 
 def _from_siblings(tensors: list[ParameterView]) -> list[ParameterView]:
-    """Parameters that the pass did not use, such as experts that no token chose, are taken to be used as the same parameter of
-    other blocks is."""
+    """Copies what was seen to parameters that the pass did not use, such as experts that no token chose, from the same
+    parameter in other blocks."""
     examples = {_kin(tensor): tensor for tensor in tensors if tensor.seen is not None}
     return [
         replace(tensor, seen=kin.seen, layout=kin.layout, in_dims=kin.in_dims, out_dims=kin.out_dims)
@@ -207,7 +208,8 @@ class _Pair:
 def _wider(
     usage: Usage, base: nn.Module, other: nn.Module, example: Example, scaling: Mapping[str, Dims], reads: Mapping[str, Dims]
 ) -> tuple[Usage | None, Note | None]:
-    """What a pass at another width shows, event by event as in base's pass; or None, and a note that says why."""
+    """What a pass at another width shows, if its events match those of the base's pass one by one; otherwise None, and a
+    note."""
     if correspond(other, base).lists:
         text = "model and base differ in depth, so concatenations and dot products over the width were not looked for"
         return None, Note("example", f"{text}; pass delta=, base at any other width", is_caution=False)
@@ -220,8 +222,8 @@ def _wider(
     if len(usage.events) == len(wider.events) and all(pair.is_one_event for pair in pairs):
         return wider, None
     text = (
-        "the example takes another path through the model than through base, so sizes of activations were not compared: "
-        "concatenations and dot products over the width were not looked for"
+        "the example takes different paths through model and base, so sizes of activations were not compared: concatenations "
+        "and dot products over the width were not looked for"
     )
     return None, Note("example", text)
 
@@ -247,15 +249,16 @@ def _about_dots(usage: Usage, dots: set[int]) -> Iterator[Note]:
         shown = ", ".join(dict.fromkeys(repr(path) if path else "the model itself" for path in paths))
         yield Note(
             "dot product",
-            f"two layers' outputs are multiplied and summed over the width in {shown}. Such a sum grows with the width, and no "
-            "layer shows it: divide it by the width over the base's, as plan.output_factor does for logits",
+            f"two layers' outputs are multiplied and summed over the width in {shown}. This sum grows with the width, and "
+            "belongs to no layer: divide it by the ratio of the model's width to the base's, as plan.output_factor does for "
+            "logits",
         )
 
 
 def _partly_scaling(
     tensors: list[ParameterView], usage: Usage, pairs: list[_Pair], names: Mapping[str, str]
 ) -> dict[str, Note]:
-    """Notes about weights that read or write a concatenation of which only a part follows the width."""
+    """Notes about weights that read or write a concatenation if only a part of it follows the width."""
     notes = {}
     for tensor in tensors:
         if tensor.seen is None or tensor.seen.how != "product":
@@ -282,12 +285,12 @@ NORMED_OUTPUT = Note(
 )
 PART_READ = Note(
     "reads in part",
-    "reading a concatenation of which only a part follows the width: one m_in stands for both parts, so the part that does not "
-    "scale gets smaller numbers than it should. A layer for each part would be exact",
+    "reading a concatenation whose parts do not all follow the width: one m_in stands for all parts, so the numbers are too "
+    "small for the fixed part. A layer for each part would be exact",
 )
 PART_WRITTEN = Note(
     "writes in part",
-    "writing several outputs at once, of which only a part follows the width: one m_out stands for all, which matters for "
-    "SGD's learning rate alone",
+    "writing several outputs at once, which do not all follow the width: one m_out stands for all, which matters only for "
+    "SGD's learning rate",
     is_caution=False,
 )

@@ -1,7 +1,7 @@
-"""What is known about the tensors of a forward pass: where their values come from, and which dimensions of parameters their
-dimensions range over.
+"""Facts about the tensors of a forward pass: where their values come from, and which dimensions of parameters their dimensions
+range over.
 
-Views share storage, so facts are kept by storage. Strides tell which dimensions of a parameter a view ranges over.
+Views share storage, so facts are kept per storage. Strides show which dimensions of a parameter a view ranges over.
 """
 
 from __future__ import annotations
@@ -20,17 +20,18 @@ Labels = tuple[frozenset[Label], ...]  # for each dimension of a tensor, the dim
 class Flow:
     """Where the values of a tensor come from."""
 
-    is_data: bool = False  # depends on the example, or is a product; weights alone and constants do not
-    is_inside: bool = False  # comes through a weight that scales
-    writers: frozenset[str] = frozenset()  # weights that scale and wrote it, through no other such weight
+    is_data: bool = False  # whether it depends on the example or is a product, and not just on weights and constants
+    is_inside: bool = False  # whether it comes through a weight that scales
+    writers: frozenset[str] = frozenset()  # the weights that scale and wrote it directly, with no other such weight in between
     joins: frozenset[int] = frozenset()
-    scores: frozenset[int] = frozenset()  # dot products from which it was computed element by element
-    shares: frozenset[int] = frozenset()  # dot products of which it is a softmax
-    mark: str = ""  # "norm": a length; "rms"; "unit": divided by its length; "square"; "product"; "weighted": times a parameter
-    is_normed: bool = False  # whatever ``writers`` wrote has been divided by its own size
-    past: int = 0  # a bit for each result from which it was computed, and for itself
-    stream: int = 0  # bits of the results of which it is a residual sum, and its own
-    ends: frozenset[str] = frozenset()  # modules of whose outputs it is the sum, up to factors
+    scores: frozenset[int] = frozenset()  # dot products that it was computed from, element by element
+    shares: frozenset[int] = frozenset()  # dot products whose softmax it is
+    # "norm" (a length), "rms", "unit" (divided by its length), "square", "product" or "weighted" (times a parameter)
+    mark: str = ""
+    is_normed: bool = False  # whether the output of ``writers`` has been divided by its own size
+    past: int = 0  # one bit for each result that it was computed from, and for itself
+    stream: int = 0  # bits of the results whose residual sum it is, and its own
+    ends: frozenset[str] = frozenset()  # the modules whose outputs add up to it, up to factors
     numbers: frozenset[int] = frozenset()  # numbers (``Usage.numbers``) that it was multiplied by since the last weight
 
     def __or__(self, other: Flow) -> Flow:
@@ -52,7 +53,7 @@ CONSTANT = Flow()
 
 @dataclass(frozen=True)
 class Known:
-    """What is known about a storage: its flow, and the dimensions of the tensor that it was made for."""
+    """The facts about a storage: its flow, and the dimensions of the tensor that it was made for."""
 
     flow: Flow
     sizes: Dims = ()
@@ -63,7 +64,7 @@ class Known:
         return tuple(self._covered(*layout) for layout in zip(tensor.shape, tensor.stride(), strict=True))
 
     def _covered(self, size: int, stride: int) -> frozenset[Label]:
-        """The labels over which a view's dimension ranges, if its steps are ``stride`` entries long."""
+        """The labels that a view's dimension ranges over, given its stride."""
         reach = stride * (size - 1)
         dims = zip(self.sizes, self.strides, self.labels, strict=True)
         ranged = (labels for num, step, labels in dims if num > 1 and reach >= step and stride % (step * num))
@@ -78,6 +79,6 @@ def by_name(labels: Iterable[frozenset[Label]]) -> dict[str, set[int]]:
 
 
 def aligned(labels: list[Labels], ndim: int) -> Labels:
-    """The labels of a result whose last dimensions correspond to the last dimensions of each operand."""
+    """The labels of a result of broadcasting, which aligns the last dimensions of all operands."""
     padded = [(*[frozenset[Label]()] * (ndim - len(each)), *each) for each in labels]
     return tuple(frozenset[Label]().union(*dims) for dims in zip(*padded, strict=True))

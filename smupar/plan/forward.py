@@ -1,7 +1,7 @@
-"""Runs one forward pass of a copy of a model on an example. The model, its buffers and the random state stay as they are.
+"""Runs one forward pass of a copy of a model on an example, without changing the model, its buffers or the random state.
 
-A small model runs on the CPU. A large one runs on the meta device, where a pass costs no memory and hardly any time, but where
-control flow that needs values fails.
+A small model runs on the CPU. A large one runs on the meta device, where a pass needs no memory and hardly any time, but fails
+if control flow depends on values.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 R = TypeVar("R")
 
-# Models of up to this many entries run on the CPU at once, and of up to ten times as many if meta fails.
+# Models with up to this many parameters run on the CPU right away, and those with up to ten times as many if meta fails.
 SMALL = 5_000_000
 
 
 class CannotRunError(Exception):
-    """The forward pass could not be run on a copy; the text says why."""
+    """The forward pass of a copy failed; the text says why."""
 
 
 def run_copy(model: nn.Module, example: Example, run: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], R]) -> R:
@@ -36,9 +36,9 @@ def run_copy(model: nn.Module, example: Example, run: Callable[[nn.Module, tuple
             args, kwargs = _arguments(example, device)
             with _quiet(device):
                 return run(_copy(model, device), args, kwargs)
-        except Exception as error:  # whatever the user's code or torch raises, the plan can do without the look
+        except Exception as error:  # whatever is raised, a plan can be made without this pass
             failures.append(f"{type(error).__name__}: {error}".partition("\n")[0])
-    more = "; it was tried without values, since it is large" if devices == ["meta"] else ""
+    more = "; it is large, so it was run without values" if devices == ["meta"] else ""
     raise CannotRunError(failures[-1][:300] + more)
 
 
@@ -62,14 +62,15 @@ def moved(value: Any, device: str) -> Any:
 
 
 def _with_values(tensor: Tensor, device: str) -> Tensor:
-    if tensor.is_meta:  # has no values: small random ones for weights, zeros for indices and masks
+    if tensor.is_meta:  # gets small random values, or zeros for indices and masks
         empty = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
         return empty.normal_(std=0.1) if tensor.is_floating_point() and device != "meta" else empty
     return tensor.detach().to(device, copy=True)
 
 
 def _copy(model: nn.Module, device: str) -> nn.Module:
-    """A copy of the model in evaluation mode. Its tensors are made here, so deepcopy copies only what is round them."""
+    """A copy of the model in evaluation mode. Its tensors are made here, so that deepcopy copies only the modules around
+    them."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for value in [*module._parameters.values(), *module._buffers.values(), *vars(module).values()]:
@@ -82,8 +83,8 @@ def _copy(model: nn.Module, device: str) -> nn.Module:
 
 @contextmanager
 def _quiet(device: str) -> Iterator[None]:
-    """No gradients, no change of the random state, and no fused kernels. These hide what torch's layers and attention do, and
-    differ between the CPU and the meta device."""
+    """Switches off gradients and fused kernels, and restores the random state. Fused kernels hide what torch's layers and
+    attention do, and differ between the CPU and the meta device."""
     fused = torch.backends.mha.get_fastpath_enabled()
     plain = sdpa_kernel(SDPBackend.MATH)
     with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device(device), plain:

@@ -1,8 +1,8 @@
 """One table of the layers that smupar knows. All code that must tell a Linear from a convolution asks it.
 
 A kind of layer says which of its parameters is a weight matrix, which dimensions of the matrix are inputs and which is the
-output, what the layer reads (rows, images or indices), how far smupar understands its forward pass, and how to multiply by a
-weight. ``register_layer`` adds a layer of the user's own.
+output, what the layer reads (rows, images or indices), how well smupar understands its forward pass, and how to multiply by a
+weight. ``register_layer`` adds the user's own layers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ROWS, IMAGES, INDICES = "rows", "images", "indices"
 GROUPED_DIM = 1  # the dimension of a convolution's weight, transposed or not, that counts the channels of one group
 LINEAR = "linear"  # the product is x @ W.T if in_dim is 1, x @ W if it is 0
 
-# Levels of how far smupar understands a layer's forward pass. Each level includes the levels before it.
+# How well smupar understands a layer's forward pass. Each level includes the levels before it.
 OPAQUE = 0
 SCALABLE = 1  # the output is linear in the weight, so scaling the layer's input or output is the same as scaling the weight
 MEASURABLE = 2  # a coordinate check can measure what one update does to its output
@@ -37,7 +37,7 @@ Product = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What is known about one kind of layer."""
+    """The facts about one kind of layer."""
 
     name: str
     matches: Callable[[nn.Module], bool] = field(compare=False)
@@ -49,9 +49,10 @@ class LayerKind:
     takes_factor: bool = True  # hooks can scale the layer's input or output
     product: Product | str | None = None  # how ``record_updates`` multiplies by a weight; None if it cannot
     is_registered: bool = False
-    rest: str = ""  # layout of its other tensors with several dimensions: "vector", "raw", or "" if their sizes decide
+    # layout of its other tensors with several dimensions: "vector", "raw" (unknown), or "" if their sizes decide
+    rest: str = ""
     by_element: bool = False  # its tensors multiply or add element by element, as in norms
-    outside: str | None = None  # recurrent: name prefix of the weights that read the layer's input; the others read its state
+    outside: str | None = None  # recurrent layers: prefix of the weights that read the layer's input; all others read its state
     written: Callable[[Any], int] | None = None  # computes the output size, if the weight's shape does not show it
 
     @property
@@ -250,7 +251,7 @@ def register_layer(
     )
     refuse(
         _REGISTERED.setdefault(layer, kind) != kind,
-        f"{layer.__name__} is registered already, with other facts: register it once, beside the class",
+        f"{layer.__name__} is registered already, with other arguments: register it once, beside the class",
     )
 
 
@@ -285,7 +286,7 @@ def _check_product(layer: type[nn.Module], product: object, dims: tuple[int, ...
         product != LINEAR and not callable(product),
         f"{layer.__name__}: product must be a function of (weight, x), 'linear' or None, got {product!r}",
     )
-    refuse(len(dims) > 2, f"{layer.__name__}: a product reads rows of one dimension, in_dim names {len(dims) - 1}")
+    refuse(len(dims) > 2, f"{layer.__name__}: a product reads rows of one dimension, but in_dim names {len(dims) - 1}")
     refuse(
         product == LINEAR and (lookup or set(dims) != {0, 1}),
         f"{layer.__name__}: product='linear' is for matrices of shape (in, out) or (out, in)",

@@ -1,4 +1,4 @@
-"""``make_plan``: rules, roles and densities become a Plan. Nothing here changes a model, and both models may live on the meta
+"""``make_plan`` turns rules, roles and densities into a Plan. It changes no model, and both models may be on the meta
 device."""
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MIN_WEIGHTS_PER_NEURON = 16
 
 
 class Settings(TypedDict, total=False):
-    """Keyword arguments of ``make_plan`` and ``parameterize``, which says what each means."""
+    """Keyword arguments of ``make_plan`` and ``parameterize``. The docstring of ``parameterize`` explains them."""
 
     rule: str
     density: DensitySetting | None
@@ -62,9 +62,9 @@ class Settings(TypedDict, total=False):
 
 
 def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]) -> Plan:
-    """Makes the plan that ``parameterize`` would carry out, without touching the model.
+    """Makes the plan that ``parameterize`` would carry out, without changing the model.
 
-    The arguments are those of ``parameterize``, which says what each means.
+    The arguments are those of ``parameterize``, whose docstring explains them.
     """
     settings["masks"] = read_masks(settings.get("masks"))
     plan = planned(model, base, settings)
@@ -73,8 +73,8 @@ def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]
 
 
 def planned(model: nn.Module, base: nn.Module, settings: Settings, *, has_values: bool = True) -> Plan:
-    """Makes the plan, as a pure function of models and settings. The masks among the settings must be tensors, not a file.
-    ``has_values`` is False if what the model's tensors hold means nothing, as after ``to_empty``.
+    """Makes the plan, as a pure function of models and settings. ``masks`` must hold tensors, not name a file.
+    ``has_values`` is False if the model's tensors are uninitialised, as after ``to_empty``.
 
     The caller issues the plan's warnings, so that they point at the user's line.
     """
@@ -140,7 +140,7 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings, *, has_values
 
 
 def cautions(plan: Plan) -> list[str]:
-    """The texts of the notes that should also be warnings, at the user's line that makes the plan."""
+    """The texts of the notes that are also warnings."""
     return [note.text for note in plan.notes if note.is_caution]
 
 
@@ -151,7 +151,7 @@ def warn(cautions: list[str], *, stacklevel: int) -> None:
 
 @dataclass(frozen=True)
 class _Numbers:
-    """The settings that do not depend on the model, checked."""
+    """The checked settings that do not depend on the model."""
 
     rule: Rule
     depth: DepthRule
@@ -159,7 +159,7 @@ class _Numbers:
     base_density: Fraction
     alphas: Mapping[str, float]  # role -> tuned factor on its layer's output
     seed: int
-    kappa: float  # how far updates agree, for rules with two terms
+    kappa: float  # how much updates agree, for rules with two terms
 
     @classmethod
     def read(cls, settings: Settings) -> _Numbers:
@@ -181,7 +181,7 @@ class _Numbers:
         )
 
     def forward(self, use: str, m_d: Fraction) -> float:
-        """The forward factor of a layer whose role is ``use``."""
+        """The forward factor of a layer that is used in the role ``use``."""
         return (self.alphas[use] if self.rule.has_alphas else 1.0) * float(self.rule.forward[use].of(m_d, 1, 1))
 
 
@@ -193,7 +193,7 @@ def _kappa(rule: Rule, kappa: float | None) -> float:
         else f"rule {rule.name!r} has no kappa: leave kappa={kappa} out, or use rule='smupar-aligned'",
     )
     value = _finite(0.0 if kappa is None else kappa, "kappa")
-    refuse(value < 0, f"kappa must be a number from 0 on, got {kappa}")
+    refuse(value < 0, f"kappa must be a number, at least 0, got {kappa}")
     return value
 
 
@@ -202,10 +202,10 @@ def _kappa(rule: Rule, kappa: float | None) -> float:
 
 @dataclass(frozen=True)
 class _Initial:
-    """What is written into parameters at init."""
+    """The initial values of parameters."""
 
-    stds: Mapping[str, float]  # sigma_base of each parameter that Table 1 initialises; 0 for those that stay zero
-    factors: Mapping[str, float]  # factors on the values of parameters that keep them, where these factors are not 1
+    stds: Mapping[str, float]  # sigma_base of each parameter that Table 1 initialises; 0 if it stays zero
+    factors: Mapping[str, float]  # factors other than 1, for parameters that keep their values
     notes: list[Note]
 
     @classmethod
@@ -226,11 +226,11 @@ class _Initial:
         named = [glob for glob in init_std if glob != "*"] if isinstance(init_std, Mapping) else []
         zero = all_zero(model, {role.name: role for role in roles if role.name in stds})
         zero = {name for name in zero if not any(fnmatchcase(name, glob) for glob in named)}
-        # SP is what models do anyway, so it leaves their own values alone.
+        # SP is what models do by default, so it leaves their own values alone.
         factors, notes = ({}, []) if rule is SP else kept_factors(model, base, roles, depth.names)
         if zero:
             shown = ", ".join(map(repr, sorted(zero)[:4])) + (f" and {len(zero) - 4} more" if len(zero) > 4 else "")
-            text = f"{shown}: the model starts with zeros here, and they stay; name the weights in init_std to draw them"
+            text = f"{shown}: the model sets these weights to zero, and they stay zero; name them in init_std to draw them"
             notes = [*notes, Note("zero", text, False)]
         return cls({name: 0.0 if name in zero else std for name, std in stds.items()}, factors, notes)
 
@@ -244,7 +244,7 @@ def _base_stds(roles: list[ParamRole], rule: Rule, init_std: InitStdSetting) -> 
     else:
         named = dict.fromkeys(matrices, init_std)
     missing = [name for name in matrices if name not in named]
-    refuse(missing, f"init_std says nothing about {', '.join(missing[:6])}; add a last line '*': ...")
+    refuse(missing, f"init_std does not cover {', '.join(missing[:6])}; add a last line '*': ...")
     # Tables that are added to a tied table, such as positions, get the std of the tied table.
     tied = [role.base_fan_in for role in roles if role.role == "embedding" and len({use for _, use in role.uses}) > 1]
     return {name: _base_std(role, named[name], max(tied, default=1)) for name, role in matrices.items()}
@@ -305,7 +305,7 @@ def _two_terms(role: ParamRole, sparsity: Sparsity, kappa: float) -> float:
 
 
 def _output_width(roles: list[ParamRole]) -> Fraction:
-    """m_d of the logits. Without an unembedding the embedding's m_d is used: the model may compute its logits by hand."""
+    """m_d of the logits. Without an unembedding it is that of the embedding, since the model may compute its logits by hand."""
     readouts = [role.width_in for role in roles if role.role == "unembedding"]
     tables = [role.width_out for role in roles if role.role == "embedding"]
     return next(iter(readouts + tables), None) or max((role.width_out for role in roles), default=Fraction(1))
@@ -332,10 +332,10 @@ def _notes(
         text = f"{', '.join(names[:4])}{more} {'is' if len(names) == 1 else 'are'} {note}"
         notes.append(Note(note.kind, text, note.is_caution))
     for path, multiplier in depth.lists.items():
-        text = f"{path!r} has {float(multiplier):g} times as many layers as the base: depth rule {numbers.depth.title}"
+        text = f"{path!r} has {float(multiplier):g} times as many layers as the base; depth rule {numbers.depth.title}"
         notes.append(Note("depth", text, False))
     if not numbers.rule.has_alphas and any(alpha != 1 for alpha in numbers.alphas.values()):
-        notes.append(Note("alphas", f"{numbers.rule.title} has no alpha_input and alpha_output: they are not used", False))
+        notes.append(Note("alphas", f"{numbers.rule.title} does not use alpha_input and alpha_output", False))
     attention = any(named_like_attention(model))
     if attention and sparsity.live != 1:
         notes.append(
@@ -352,7 +352,7 @@ def _notes(
 
 
 def _settled(multipliers: tuple[Multiplier, ...]) -> list[Note]:
-    """A note on the numbers that get the base's values."""
+    """A note on the multipliers that get the base's values."""
     shown = [f"{each.where} {each.value:g} -> {each.base_value:g}" for each in multipliers if each.is_set]
     text = f"set to the base's values, since Table 1 has every power of the width that is needed: {', '.join(shown)}"
     return [Note("multipliers", text, False)] if shown else []

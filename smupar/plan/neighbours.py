@@ -1,6 +1,6 @@
-"""How the parameters of a model relate to each other: which come first and last, and which sizes layers read and write.
+"""Relations between the parameters of a model: which come first and last, and which sizes layers read and write.
 
-If model and base are equally wide, shapes do not show which dimensions scale. Then equal sizes are used to infer it.
+If model and base are equally wide, shapes do not show which dimensions scale. They are then inferred from sizes that are equal.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ RoleSetting = str | tuple[str, int | tuple[int, ...]]
 
 
 class Neighbours:
-    """The parameters of a model, and the place of each among the others. ``asked`` holds the roles that the user gave."""
+    """The parameters of a model, and questions about the place of one among the others. ``asked`` holds the roles that the user
+    gave."""
 
     def __init__(self, tensors: list[ParameterView], asked: Mapping[str, RoleSetting]) -> None:
         self.asked = asked
         self.equal_widths = not any(tensor.scaling for tensor in tensors)
         # ``sizes`` holds the matrices whose scaling dimensions are inferred from sizes alone.
-        self.tensors, self.sizes = scaling_from_sizes(tensors, asked) if self.equal_widths else (tensors, {})
+        self.tensors, self.sizes = with_inferred_scaling(tensors, asked) if self.equal_widths else (tensors, {})
         self.matrices = [tensor for tensor in self.tensors if tensor.layout == "matrix"]
         self.read_sizes = {tensor.read_size for tensor in self.matrices if not tensor.layer.is_lookup}
         self.readouts = [tensor for tensor in self.matrices if _may_be_readout(tensor, asked.get(tensor.name))]
@@ -33,13 +34,13 @@ class Neighbours:
         self.has_example = any(tensor.seen is not None for tensor in self.tensors)
         self.inputs = _input_layers(self.matrices)
         self.linear = [tensor for tensor in self.matrices if not tensor.layer.is_lookup]
-        # What reads the data for certain: tables that scale, and what the user says.
+        # Weights that certainly read the data: tables that scale, and those that the user names.
         self.has_input = (
             any(tensor.is_input and tensor.writes_scaling for tensor in self.matrices) or "embedding" in asked.values()
         )
 
     def is_side_table(self, tensor: ParameterView) -> bool:
-        """Whether the parameter is a lookup table whose output no layer reads, while layers read another table's output."""
+        """Whether the parameter is a lookup table whose output no layer reads, although layers read another table's output."""
         if not tensor.is_input or not tensor.layer.is_lookup or tensor.makes_logits:
             return False
         tables = [table for table in self.matrices if table.layer.is_lookup]
@@ -55,14 +56,14 @@ class Neighbours:
         return tensor is self.matrices[-1]
 
     def is_normed(self, tensor: ParameterView) -> bool:
-        """Whether a norm of the size that this weight writes is registered after it, so that it may divide out the size."""
+        """Whether a norm of this weight's output size is registered after it, which may divide the size out."""
         later = self.tensors[self.tensors.index(tensor) + 1 :]
         norms = [other for other in later if len(other.shape) == 1 and other.layer.by_element and not other.scaling]
         return any(other.shape == (tensor.written_size,) for other in norms)
 
     def is_bottleneck(self, tensor: ParameterView) -> bool:
         """Whether the fixed size that a weight reads or writes may be a bottleneck inside the network: one layer narrows to
-        this size and another one widens from it. In a model without tables these may be the ends, as in an autoencoder."""
+        this size and another widens from it. In a model without tables both may also be ends, as in an autoencoder."""
         inner = [other for other in self.linear if self.asked.get(other.name) not in ("embedding", "unembedding")]
         narrow = [other for other in inner if other.reads_scaling and not other.writes_scaling and not other.is_output]
         wide = [other for other in inner if other.writes_scaling and not other.reads_scaling]
@@ -75,8 +76,8 @@ class Neighbours:
         return tensor.written_size in sizes
 
     def may_read_data(self, tensor: ParameterView) -> bool:
-        """Whether a weight of fixed input seems to read the data: no layer inside the network writes the size that it reads, or
-        a lookup table does."""
+        """Whether a weight of fixed input size seems to read the data: no layer inside the network writes this size, or a
+        lookup table does."""
         if tensor.layout != "matrix" or tensor.is_recurrent:
             return False
         size = tensor.read_size
@@ -87,7 +88,8 @@ class Neighbours:
         return any(tables) and all(other.reads_scaling for other in writers)
 
     def feeds_logits(self, tensor: ParameterView) -> bool:
-        """Whether the layer that makes the logits reads a fixed size, which this weight and no fixed layer writes."""
+        """Whether the layer that makes the logits reads a fixed size that this weight writes and no layer of fixed input
+        does."""
         if tensor.layout != "matrix":
             return False
         size = tensor.written_size
@@ -99,8 +101,8 @@ class Neighbours:
         return bool(heads) and all(other.reads_scaling for other in writers)
 
     def partly_scaling(self) -> tuple[set[str], set[str]]:
-        """Names of the weights that read, and of those that write, a size whose growth no other layer shares. It may be a
-        concatenation of which only a part follows the width."""
+        """Names of the weights that read, and of those that write, a size that grows like no other layer's. Such a size may be
+        a concatenation of scaling and fixed parts."""
         if self.equal_widths or any(tensor.layout in ("raw", "seen") and tensor.scaling for tensor in self.tensors):
             return set(), set()
         read = {tensor.name: tensor.ratio(tensor.in_dims[:1]) for tensor in self.linear if tensor.reads_scaling}
@@ -118,7 +120,7 @@ class Neighbours:
 
 
 def _as_answered(tensor: ParameterView, setting: RoleSetting) -> tuple[set[int], set[int]]:
-    """Sizes that a tensor of an unknown module reads and writes, if the user says over which dimensions it is summed."""
+    """Gives a tensor of an unknown module its input and output dimensions, if the user's role names the summed ones."""
     if tensor.layout != "raw" or isinstance(setting, str):
         return set(), set()
     in_dims = setting[1] if isinstance(setting[1], tuple) else (setting[1],)
@@ -150,7 +152,7 @@ def _input_layers(matrices: list[ParameterView]) -> set[str]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A matrix of a model that is as wide as its base, together with the sizes that the model's layers read and write."""
+    """A matrix in a model that is as wide as its base, with the sizes that all layers read and write."""
 
     tensor: ParameterView
     is_first: bool
@@ -168,7 +170,7 @@ class Sizes:
 
     @cached_property
     def is_guess(self) -> bool:
-        """Whether the matrix seems to write several concatenated outputs: qkv, gate and up, the gates of an LSTM."""
+        """Whether the matrix seems to write several outputs at once: qkv, gate and up, or the gates of an LSTM."""
         is_multiple = any(self.tensor.written_size % size == 0 for size in self.read)
         return is_multiple and not self.writes and not self.is_last
 
@@ -183,19 +185,19 @@ class Sizes:
         return not self.reads and not self.is_first and related
 
 
-def scaling_from_sizes(
+def with_inferred_scaling(
     tensors: list[ParameterView], asked: Mapping[str, RoleSetting]
 ) -> tuple[list[ParameterView], dict[str, Sizes]]:
-    """Returns the parameters with their presumed scaling dimensions, and the matrices whose dimensions are inferred from sizes.
+    """The parameters with their inferred scaling dimensions, and the matrices that were inferred from sizes alone.
 
-    An input that some layer writes is internal, and so is an output that some layer reads. If sizes are related but not equal,
-    the role is in doubt (``role_table.DOUBTS``).
+    An input size that some layer writes is internal, and so is an output size that some layer reads. If sizes are related but
+    not equal, the role is in doubt (``role_table.DOUBTS``).
     """
     matrices = [tensor for tensor in tensors if tensor.layout == "matrix"]
     linear = [tensor for tensor in matrices if not tensor.layer.is_lookup]
     has_lookup = len(linear) < len(matrices)
     has_output = any(tensor.is_output or tensor.makes_logits for tensor in matrices)
-    first = linear[0] if linear and not has_lookup else None  # the layer that reads the data, unless a lookup table does
+    first = linear[0] if linear and not has_lookup else None  # it reads the data, unless a lookup table does
     last = linear[-1] if linear and not has_output else None
     read = {tensor.read_size for tensor in linear if tensor is not first}
     written = {tensor.written_size for tensor in matrices}
@@ -215,8 +217,8 @@ def scaling_from_sizes(
 
 
 def _matrix_scaling(tensor: ParameterView, setting: RoleSetting | None, sizes: Sizes | None) -> tuple[int, ...]:
-    """The scaling dimensions of a matrix, from sizes or from the user's role. Otherwise a lookup's output scales, and the
-    input of the layer that makes the logits."""
+    """Sets the scaling dimensions of a matrix from its sizes or the user's role. Without either, the output of a lookup and the
+    input of the layer that makes the logits scale."""
     ins, outs = tensor.in_dims[:1], tensor.out_dims
     if sizes is not None:
         dims = (ins if sizes.reads else ()) + (outs if sizes.writes_width else ())
@@ -229,7 +231,7 @@ def _matrix_scaling(tensor: ParameterView, setting: RoleSetting | None, sizes: S
 
 
 def _vector_scaling(tensor: ParameterView, weight: ParameterView | None) -> ParameterView:
-    """Adds the scaling dimension to a parameter that is not a matrix. ``weight`` is the matrix of its module, if any."""
+    """Sets the scaling dimension of a parameter that is not a matrix. ``weight`` is the matrix of its module, if it has one."""
     if not tensor.shape:
         return tensor
     if weight is not None and len(tensor.shape) == 1:

@@ -1,4 +1,5 @@
-"""The parameters of model and base, by name: shapes at both widths, and what the owning module does with each dimension."""
+"""The parameters of model and base by name: their shapes at both widths, and what the owning module does with each
+dimension."""
 
 from __future__ import annotations
 
@@ -25,11 +26,11 @@ class Seen:
     how: str  # "product": summed over in_dims; "lookup": an index chooses rows; "element": element by element; "unclear"
     in_dims: Shape = ()
     out_dims: Shape = ()
-    reads_input: bool = False  # a product reads the example, through no other weight that scales
-    reads_inside: bool = False  # a product reads what another weight that scales wrote
-    makes_output: bool = False  # what it writes reaches the model's output through no other weight that scales
-    makes_normed_output: bool = False  # likewise, but divided by its own size on the way
-    is_inside: bool = False  # what it writes reaches another weight that scales
+    reads_input: bool = False  # whether a product reads the example with no other scaling weight in between
+    reads_inside: bool = False  # whether a product reads the output of another scaling weight
+    makes_output: bool = False  # whether its output reaches the model's output with no other scaling weight in between
+    makes_normed_output: bool = False  # the same, with a division by its own size on the way
+    is_inside: bool = False  # whether its output reaches another scaling weight
     why: str = ""  # why it is unclear
 
 
@@ -41,7 +42,7 @@ class ParameterView:
     path: str  # path of the module that uses the parameter
     module: nn.Module
     layer: LayerKind  # kind of the module
-    tied: tuple[tuple[str, nn.Module], ...]  # (path, module) of the other modules that hold the parameter, each listed once
+    tied: tuple[tuple[str, nn.Module], ...]  # (path, module) of each other module that holds the parameter
     shape: Shape
     base_shape: Shape
     scaling: tuple[int, ...]  # dimensions whose size follows the width
@@ -52,7 +53,7 @@ class ParameterView:
     out_dims: tuple[int, ...] = ()
     groups: int = 1
     frozen: bool = False
-    seen: Seen | None = None  # None without an example, or if its forward pass does not use the parameter
+    seen: Seen | None = None  # None without an example, or if its forward pass does not use this parameter
     declared: str = ""  # "input" or "output" if the model's own getters return the module, as in Hugging Face models
 
     @property
@@ -61,12 +62,12 @@ class ParameterView:
 
     @property
     def is_output(self) -> bool:
-        """Whether the user's model says that this weight makes its logits."""
+        """Whether the model declares that this weight makes the logits."""
         return self.declared == "output" and not self.layer.is_lookup
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether this is an RNN's weight that reads the RNN's own state, or the output of a lower layer of the RNN."""
+        """Whether this weight of an RNN reads the RNN's own state, or the output of a lower layer of the RNN."""
         return self.layer.outside is not None and not self.name.rpartition(".")[2].startswith(self.layer.outside)
 
     @property
@@ -101,7 +102,8 @@ class ParameterView:
 
     def base_fan_in(self, in_dims: tuple[int, ...]) -> int:
         """The number of inputs of one output at base width, if ``in_dims`` are the input dimensions."""
-        grouped = self.groups if GROUPED_DIM not in in_dims else 1  # then the input dimension counts the channels of all groups
+        # if GROUPED_DIM is an input dimension, it already counts one group's channels only
+        grouped = self.groups if GROUPED_DIM not in in_dims else 1
         return math.prod(self.base_shape[dim] for dim in in_dims) // grouped
 
 
@@ -110,7 +112,8 @@ def parent_path(name: str) -> str:
 
 
 def view_parameters(model: nn.Module, base: nn.Module, delta: nn.Module | None) -> list[ParameterView]:
-    """Views of all parameters of ``model``, in the model's order. Checks that the models are one network at several widths."""
+    """Views of all parameters of ``model``, in the model's order. Raises if the models are not one network at several
+    widths."""
     _refuse_without_parameters(model)
     names = _names(model)
     shapes = _shapes(model, "the model")
@@ -120,8 +123,8 @@ def view_parameters(model: nn.Module, base: nn.Module, delta: nn.Module | None) 
     declared = {id(_embeddings(model, f"get_{end}_embeddings")): end for end in ("output", "input")}
     for module in model.modules():
         check_registered(module)
-    # All modules that hold each parameter. The first name of a tied weight may be the head's, but its lookup table is preferred
-    # below as the parameter's module. A module with several names is listed once.
+    # All modules that hold each parameter, each listed once. The first name of a tied weight may be the head's, but below its
+    # lookup table is preferred as the parameter's module.
     holders: dict[str, dict[int, tuple[str, nn.Module, str]]] = defaultdict(dict)
     for alias, name in names.items():
         holder = _holder(modules, alias)
@@ -167,10 +170,10 @@ def _refuse_without_parameters(model: nn.Module) -> None:
 
 
 def _embeddings(model: nn.Module, getter: str) -> nn.Module | None:
-    """The module that a getter in the style of Hugging Face returns; None if there is no such getter or module."""
+    """The module that a Hugging Face getter returns; None if the getter or the module does not exist."""
     try:
         module = getattr(model, getter)()
-    except (NotImplementedError, AttributeError):  # every Hugging Face model has the getter, even if it has no such module
+    except (NotImplementedError, AttributeError):  # every Hugging Face model has the getter, even without the module
         return None
     return module if isinstance(module, nn.Module) else None
 
@@ -181,7 +184,7 @@ def _how_unclear(module: nn.Module) -> int:
 
 
 def _holder(modules: dict[str, nn.Module], name: str) -> tuple[str, nn.Module, str]:
-    """(path, module, name inside the module) of the module that uses a parameter. For fc.parametrizations.weight.original the
+    """(path, module, name in the module) of the module that uses a parameter. For fc.parametrizations.weight.original the
     module is fc and the name is weight."""
     path, _, leaf = name.rpartition(".")
     if kind_of(modules[path]) is PARAMETRIZED and leaf == "original":
@@ -207,7 +210,7 @@ def _names(model: nn.Module) -> dict[str, str]:
 def _shapes_like(
     model: nn.Module, shapes: dict[str, Shape], names: dict[str, str], other: nn.Module, what: str
 ) -> dict[str, Shape]:
-    """Parameter shapes of ``other``, after checking that it is the same network at another width."""
+    """The parameter shapes of ``other``. Raises if it is not the same network at another width."""
     refuse(
         not (isinstance(model, type(other)) or isinstance(other, type(model))),
         f"{what} is a {type(other).__name__}, the model a {type(model).__name__}: both must be of one class",
@@ -245,12 +248,12 @@ def _shapes_like(
 def _in_names_of(
     depth: Correspondence, names: dict[str, str], other_names: dict[str, str], other_shapes: dict[str, Shape]
 ) -> tuple[dict[str, str], dict[str, Shape]]:
-    """The names and shapes of a model of another depth, under the names of the model whose ``names`` are given. Parameters
-    without a counterpart keep their own names."""
+    """The names and shapes of a model of another depth, translated to the names in ``names``. Parameters without a counterpart
+    keep their own."""
     if not depth.lists:
         return other_names, other_shapes
     counterparts = {name: depth.names[name] for name in names if depth.names[name] in other_names}
-    # Not every block of a deeper base has a counterpart of its own.
+    # If the base is deeper, some of its blocks have no counterpart.
     inside = tuple(f"{block}." for block in depth.base_blocks)
     unmatched = {name for name in other_names.keys() - counterparts.values() if not name.startswith(inside)}
     renamed = {name: other_names[name] for name in unmatched}
@@ -267,7 +270,7 @@ def _in_names_of(
 def _layout(
     module: nn.Module, leaf: str, shape: Shape, scaling: tuple[int, ...]
 ) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """(layout, input dimensions, output dimensions) of a parameter, from the kind of the module that owns it."""
+    """(layout, input dimensions, output dimensions) of a parameter, decided by its module's kind."""
     layer = kind_of(module)
     if len(shape) < 2 or (layer.owns(leaf) and is_depthwise(module, scaling)):
         return "vector", (), ()

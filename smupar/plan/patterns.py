@@ -1,7 +1,7 @@
-"""Patterns say which weights of a tensor a mask keeps. They count and draw masks; allocations.py decides the densities.
+"""Patterns of masks: how many weights of a tensor are kept at a density, and which. allocations.py decides the densities.
 
-A mask is a bool tensor, True where the weight is kept. It is a pure function of (seed, parameter name). It is drawn on the CPU
-and never from the global random state, so it is the same on every device, rank and run. Counts are known without drawing, so
+A mask is a bool tensor, True where the weight is kept. It is a pure function of (seed, parameter name), drawn on the CPU and
+never from the global random state. So it is the same on every device, rank and run. Counts are known without drawing a mask, so
 plans can be made for models on the meta device.
 """
 
@@ -29,7 +29,7 @@ Dims = tuple[int, ...]  # input dimensions, input channel first: (1,) for a Line
 
 
 def generator(seed: int, purpose: str, name: str) -> torch.Generator:
-    """A CPU generator that depends on nothing but its three arguments."""
+    """A CPU generator that is seeded by its three arguments."""
     digest = hashlib.sha256(f"{seed}/{purpose}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
@@ -44,7 +44,7 @@ class Pattern:
     """Keeps an exact number of uniformly chosen weights. The other patterns override ``count`` and ``draw``."""
 
     name: str = "random"
-    # True if whole neurons are removed: then the widths change, and the remaining network is dense.
+    # Whether whole neurons are removed, which changes the widths and leaves a dense network.
     whole_neurons: ClassVar[bool] = False
     takes_any_density: ClassVar[bool] = True
 
@@ -53,7 +53,7 @@ class Pattern:
         return 1.0
 
     def count(self, shape: Shape, in_dims: Dims, density: Fraction) -> int | None:
-        """How many weights ``draw`` keeps, or None if the number is random. Raises ValueError if the pattern does not fit the
+        """The number of weights that ``draw`` keeps; None if it is random. Raises ValueError if the pattern does not fit the
         shape."""
         return round_half_up(density * math.prod(shape))
 
@@ -89,7 +89,7 @@ class ConstantFanIn(Pattern):
             torch.rand(num_out, fan_in, generator=rng, dtype=torch.float32).topk(round_half_up(density * fan_in), dim=1).indices
         )
         mask = torch.zeros(num_out, fan_in, dtype=torch.bool).scatter_(1, kept, True)
-        order = [*outs, *in_dims]  # the mask has the input dimensions last: move them back
+        order = [*outs, *in_dims]  # the mask was drawn with its input dimensions last
         return mask.view([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))]).contiguous()
 
 
@@ -130,8 +130,8 @@ class NM(Pattern):
 
 
 class TransposableNM(NM):
-    """Keeps N of every M along the inputs and along the outputs, so the backward pass is N:M as well. Every M x M tile is a
-    circulant matrix with shuffled rows and columns, so each row and column of the tile has N ones."""
+    """Keeps N of every M along the inputs and along the outputs, so that the backward pass is N:M as well. Every M x M tile is
+    a circulant matrix with shuffled rows and columns, so each row and column of the tile has N ones."""
 
     def count(self, shape: Shape, in_dims: Dims, density: Fraction) -> int | None:
         refuse(len(shape) != 2, f"{self.name} is for matrices, this tensor has shape {shape}")
@@ -170,11 +170,11 @@ class SquareBlocks(Pattern):
 
 
 class Neuron(Pattern):
-    """Whole neurons are removed: the network becomes a narrower dense one.
+    """Removes whole neurons, so that the network becomes a narrower dense one.
 
-    Neurons are indices along a dimension that scales with width. One set of live indices serves every tensor. It repeats with a
-    period, the greatest common divisor of all those dimensions. So the layer that makes a neuron, its bias and all its readers
-    agree, even through fused, gated and grouped layers.
+    A neuron is an index along a dimension that follows the width. All tensors share one set of live indices, which repeats with
+    a period, the greatest common divisor of all these dimensions. So the layer that makes a neuron, its bias and all its
+    readers agree, even in fused, gated and grouped layers.
     """
 
     whole_neurons = True
@@ -192,7 +192,8 @@ class Neuron(Pattern):
 
 
 def num_live_neurons(period: int, density: Fraction) -> int:
-    """The number of live neurons in each period. Raises ValueError if their share is off the density by more than 10 %."""
+    """The number of live neurons in each period. Raises ValueError if their share differs from the density by more than 10
+    %."""
     num_live = round_half_up(density * period)
     refuse(num_live == 0, f"density {float(density):g} leaves none of {period} neurons; raise it")
     near = Fraction(9, 10) * density <= Fraction(num_live, period) <= Fraction(11, 10) * density
@@ -207,8 +208,8 @@ def num_live_neurons(period: int, density: Fraction) -> int:
 def _exact_random(num: int, num_kept: int, rng: torch.Generator) -> Tensor:
     """A flat mask with exactly ``num_kept`` ones, uniform over all such masks.
 
-    16-bit Bernoulli draws out of 64-bit random numbers come close to the count. Then uniformly chosen entries are flipped until
-    it is exact. This is several times faster than a permutation or a sort.
+    Bernoulli draws of 16 bits, four from each 64-bit random number, come close to the count. Uniformly chosen entries are then
+    flipped until it is exact. This is several times faster than a permutation or a sort.
     """
     threshold = round(num_kept / num * 2**16)
     words = torch.empty(-(-num // 4), dtype=torch.int64).random_(-(2**63), None, generator=rng)
@@ -222,12 +223,12 @@ def _exact_random(num: int, num_kept: int, rng: torch.Generator) -> Tensor:
 def _flip(mask: Tensor, state: bool, num_flips: int, rng: torch.Generator) -> None:
     """Flips ``num_flips`` uniformly chosen entries of ``mask`` that are in ``state``."""
     num_in_state = int(torch.count_nonzero(mask)) if state else mask.numel() - int(torch.count_nonzero(mask))
-    if num_in_state < 64 * num_flips + 1024 or num_in_state < mask.numel() // 64:  # few to choose from: list them all
+    if num_in_state < 64 * num_flips + 1024 or num_in_state < mask.numel() // 64:  # few candidates: list them all
         positions = (mask if state else ~mask).nonzero().flatten()
         chosen = positions[torch.rand(len(positions), generator=rng, dtype=torch.float32).topk(num_flips).indices]
         mask[chosen] = not state
         return
-    while num_flips:  # many to choose from: guess positions and use those that are in the state
+    while num_flips:  # many candidates: draw positions and use those in the state
         guesses = torch.randint(mask.numel(), (4 * num_flips,), generator=rng)
         fresh = guesses[mask[guesses] == state].unique()
         chosen = fresh[torch.randperm(len(fresh), generator=rng)[:num_flips]]
@@ -253,7 +254,7 @@ def parse_pattern(text: str | Pattern) -> Pattern:
 
 def read_masks(masks: Mapping[str, Tensor] | str | PathLike[str] | None) -> dict[str, Tensor]:
     """Masks by parameter name, from a mapping or from a file. The file holds masks, or a state dict whose ``<param>_mask``
-    entries are read. It is in the format of torch.save or safetensors; only plain tensors are unpickled."""
+    entries are read. Its format is that of torch.save or safetensors; from the former only plain tensors are unpickled."""
     if masks is None or isinstance(masks, Mapping):
         return {name: torch.as_tensor(mask) for name, mask in (masks or {}).items()}
     path = Path(masks)
@@ -265,13 +266,13 @@ def read_masks(masks: Mapping[str, Tensor] | str | PathLike[str] | None) -> dict
             tensors = load_file(path)
         else:
             tensors = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # whatever a damaged or foreign file makes the readers raise
+    except Exception as error:  # the readers may raise anything on a damaged or foreign file
         raise ValueError(f"{path} cannot be read as a state dict or file of masks: {first_line(error)}") from error
     refuse(
         not isinstance(tensors, Mapping) or not all(isinstance(tensor, Tensor) for tensor in tensors.values()),
-        f"{path} holds no state dict: pass a file with a state dict, or with masks by parameter name",
+        f"{path} does not hold a state dict: pass a file with a state dict, or with masks by parameter name",
     )
     saved = {name: tensor for name, tensor in tensors.items() if name.endswith("_mask")}
     saved = saved or {name: tensor for name, tensor in tensors.items() if tensor.dtype == torch.bool}
-    refuse(not saved, f"{path} holds no masks: no entry is called <param>_mask or holds bools")
+    refuse(not saved, f"{path} holds no masks: no entry is named <param>_mask or holds bools")
     return {name.removeprefix("_orig_mod."): tensor for name, tensor in saved.items()}

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from smupar.output.json_files import DamagedFileError, as_record, parse_object
+from smupar.output.json_files import DamagedFileError, as_record, parse_object, sealed_json
 from smupar.output.tables import aligned
 from smupar.plan.attention import AttentionChange
 from smupar.plan.disguise import Multiplier
@@ -33,7 +33,7 @@ _FRACTIONS = ("width_in", "width_out", "density", "density_mult", "depth_mult", 
 
 
 class PlanWarning(UserWarning):
-    """The plan is valid, but something about it deserves a look."""
+    """The plan is valid, but the user should know something about it."""
 
 
 PLAN_FILE = "smupar_plan.json"  # saved beside the weights of a Hugging Face model, which cannot be loaded without it
@@ -59,8 +59,8 @@ class PlanRow:
     eps_factor: float
     forward: tuple[tuple[str, float], ...]  # (module path, factor on its output)
     note: str = ""
-    depth_mult: Fraction = Fraction(1)  # layers of the list that holds the parameter, over the base's
-    kept_factor: float = 1.0  # factor on the model's own values, where these stay
+    depth_mult: Fraction = Fraction(1)  # number of layers in the list around it, over that in the base
+    kept_factor: float = 1.0  # factor on the model's own values if they stay
 
     def lr_factor(self, family: str) -> float:
         refuse(
@@ -79,8 +79,8 @@ class PlanRow:
 
 @dataclass
 class Plan:
-    """All rows, and the settings that they come from. ``pending`` holds reminders of what only the user can set, until the user
-    settles them."""
+    """All rows, and the settings that they come from. ``pending`` holds reminders of what only the user can set; ``settle``
+    removes one."""
 
     rule: str
     rows: tuple[PlanRow, ...]
@@ -127,9 +127,9 @@ class Plan:
         return get_rule(self.rule).attention_scale(int(head_dim))
 
     def settle(self, reminder: str) -> None:
-        """Tells the plan that you have set what it cannot set itself, or that it need not be set. ``reminder`` is
-        "attention_scale", "output_factor", "input_factor" or "multipliers". If the plan has no such reminder nothing happens,
-        so one script works for every rule."""
+        """Removes a reminder, after you have done what it asks for, or if your model does not need it. ``reminder`` is
+        "attention_scale", "output_factor", "input_factor" or "multipliers". Without such a reminder nothing happens, so one
+        script works for every rule."""
         refuse(reminder not in REMINDERS, f"no plan has a reminder called {reminder!r}: choose one of {', '.join(REMINDERS)}")
         self.pending.pop(reminder, None)
 
@@ -151,19 +151,19 @@ class Plan:
     # Reading and writing
 
     def to_json(self) -> str:
-        return json.dumps({"format": FORMAT, **asdict(self)}, default=str, indent=1)  # Fractions become "17/4"
+        return sealed_json(self.as_json)
 
     @property
     def as_json(self) -> dict[str, Any]:
-        """The plan as plain values, as JSON has them."""
-        values: dict[str, Any] = json.loads(self.to_json())
-        return values
+        """The plan as the plain values of its JSON."""
+        values: dict[str, Any] = json.loads(json.dumps({"format": FORMAT, **asdict(self)}, default=str))
+        return values  # Fractions have become "17/4"
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "this text") -> Plan:
-        """The plan that ``to_json`` wrote. ``source`` is for errors."""
+        """Reads what ``to_json`` wrote. ``source`` names the text in errors."""
         remedy = "write it again with plan.to_json()"
-        data = parse_object(text, source=source, remedy=remedy)
+        data = parse_object(text, source=source, remedy=remedy, may_be_edited=True)
         refuse(data.pop("format", None) != FORMAT, f"{source} is not a plan in format {FORMAT!r}: {remedy}")
         try:
             for part in (data, *data["rows"]):

@@ -1,8 +1,8 @@
-"""Remembers what forward passes showed, so that a second plan of the same model with the same example runs none.
+"""Remembers what forward passes showed, so that a second plan of the same model and example needs no pass.
 
-A pass is decided by code, numbers and the example. So its key holds classes and functions, every attribute of every module, all
-tensors with their values, and the example. Tensors on the meta device have none. A model with an attribute that cannot be
-compared, such as a function that closes over variables, or with hooks, is looked at every time.
+Code, numbers and the example determine a pass. So the key consists of classes and functions, every attribute of every module,
+all tensors with their values (those on the meta device have none), and the example. A model that cannot be compared always gets
+a new pass: one with hooks, or with an attribute such as a function that closes over variables.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from smupar.plan.uses import Usage
 
 Key = tuple[Any, ...]
 NUM_KEPT = 16
-MAX_VALUES = 50_000_000  # entries; larger models run without values
+MAX_VALUES = 50_000_000  # entries; larger models run without values, so the key has none
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, slice, range)
 _CONTAINERS = {"_parameters", "_buffers", "_modules", "training", "_non_persistent_buffers_set"}
 _kept: OrderedDict[Key, Usage] = OrderedDict()
@@ -32,7 +32,8 @@ class _UnknownError(Exception):
 
 
 def remembered(model: nn.Module, given: Any, look: Callable[[], Usage]) -> Usage:
-    """What ``look`` returns for this model, or what it returned for an equal one. ``given`` is what else decides it."""
+    """The result of ``look`` for this model, or the remembered result for an equal one. ``given`` is everything else that
+    determines it."""
     try:
         key = _Describer(model).key(given)
     except _UnknownError:
@@ -47,13 +48,13 @@ def remembered(model: nn.Module, given: Any, look: Callable[[], Usage]) -> Usage
 
 
 class _Describer:
-    """Turns a model and what it is called with into something that can be compared."""
+    """Turns a model and its arguments into a key."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.has_values = sum(parameter.numel() for parameter in model.parameters()) <= MAX_VALUES
-        self._tensors: dict[int, tuple[int, str]] = {}  # by id: tied tensors are the same one
-        self._objects: dict[int, Any] = {}  # plain objects that many modules share, such as configs
+        self._tensors: dict[int, tuple[int, str]] = {}  # by id, so that tied tensors share an entry
+        self._objects: dict[int, Any] = {}  # plain objects such as configs, which many modules share
 
     def key(self, given: Any) -> Key:
         modules = tuple(self._module(path, module) for path, module in self.model.named_modules(remove_duplicate=False))
@@ -78,18 +79,19 @@ class _Describer:
             return type(value), tuple(map(self.described, value))
         if isinstance(value, (set, frozenset)):
             return type(value), frozenset(map(self.described, value))
-        if isinstance(value, FunctionType) and not value.__closure__:  # not itself, since its defaults may hold a model
+        # its code and defaults, since the function itself would keep alive a model among its defaults
+        if isinstance(value, FunctionType) and not value.__closure__:
             return value.__module__, value.__code__, self.described((value.__defaults__, value.__kwdefaults__))
         if isinstance(value, (type, BuiltinFunctionType)):
             return value
         return self._object(value)
 
     def _object(self, value: Any) -> Any:
-        """A plain object that holds settings."""
+        """Describes a plain object that holds settings."""
         if isinstance(value, nn.Module) or callable(value) or not hasattr(value, "__dict__"):
             raise _UnknownError
         if id(value) not in self._objects:
-            self._objects[id(value)] = "an object that holds itself"
+            self._objects[id(value)] = "an object that contains itself"
             self._objects[id(value)] = type(value), self.described(vars(value))
         return self._objects[id(value)]
 

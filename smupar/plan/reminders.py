@@ -1,5 +1,4 @@
-"""Reminders of what only the user can set, because no hook reaches it, and a probe that sees whether the attention scale is
-set."""
+"""Reminders of what only the user can set, because no hook reaches it, and a probe for whether the attention scale is set."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from smupar.plan.disguise import Multiplier
 from smupar.plan.roles import ParamRole
 from smupar.rules import Rule
 
-REMINDERS = ("attention_scale", "output_factor", "input_factor", "multipliers")  # ``Plan.settle`` takes these names
+REMINDERS = ("attention_scale", "output_factor", "input_factor", "multipliers")  # the names that ``Plan.settle`` takes
 
 
 def make_reminders(
@@ -25,7 +24,7 @@ def make_reminders(
     multipliers: tuple[Multiplier, ...] = (),
     unscored: tuple[str, ...] = (),
 ) -> dict[str, str]:
-    """Maps each reminder to what the user must do, for everything that the user must set under this rule."""
+    """The reminders of a plan: name -> what the user must do."""
     about_output = _about_factor(
         roles,
         "unembedding",
@@ -88,9 +87,9 @@ def _about_factor(roles: list[ParamRole], role_name: str, factor: float, unscale
 
 
 def shows_scale(model: nn.Module, scale_of: Callable[[int], float]) -> bool:
-    """Whether every attention of the model stores the plan's scale and its head size in attributes.
+    """Whether every attention of the model has the plan's scale and its head size in attributes.
 
-    If one of them stores either elsewhere, the probe misses it, and the user has to settle the reminder.
+    If an attention keeps either elsewhere, the probe misses it, and the user has to settle the reminder.
     """
     every = find_attentions(model)
     return bool(every) and all(is_scaled(attention, scale_of) for attention in every)

@@ -1,9 +1,10 @@
-"""Decides roles by an ordered table of conditions, ROLE_TABLE: the first line that holds decides. docs/any_model.md prints it.
+"""Decides roles by an ordered table of conditions, ROLE_TABLE. The first condition that holds decides. docs/any_model.md prints
+the table.
 
-The forward pass of an example shows how a parameter is used (``ParameterView.seen``). Without one, shapes, modules and the
-order of parameters have to do, and where these do not decide, the user is asked.
+The forward pass of an example shows how a parameter is used (``ParameterView.seen``). Without an example, shapes, modules and
+the order of parameters decide, and if they cannot, the user is asked.
 
-If a model is as wide as its base, the table DOUBTS is read first. It lists the cases in which sizes do not decide the role.
+For a model as wide as its base, the table DOUBTS is read first: the cases in which sizes do not decide the role.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from smupar.plan.parameters import ParameterView, Seen, Shape
 
 @dataclass(frozen=True)
 class Case:
-    """A line of a table: the role of a parameter that meets this condition and none of the earlier ones."""
+    """A line of a table: the role of a parameter that meets this condition and no earlier one."""
 
     when: str
     holds: Callable[..., bool]  # takes (parameter, neighbours), or the sizes of a matrix
-    role: str  # the role, or ASK if the user has to name it
+    role: str  # the role, or ASK if the user must name it
     reason: str
-    guess: str = ""  # the role that the question to the user suggests
-    guess_dims: Callable[[ParameterView], int | Shape] | None = None  # the input dimensions, if the guess is a hidden weight
+    guess: str = ""  # the role that the question suggests
+    # input dimensions that the question suggests, for a hidden weight
+    guess_dims: Callable[[ParameterView], int | Shape] | None = None
 
     def suggestion(self, tensor: ParameterView) -> RoleSetting:
         return self.guess if self.guess_dims is None else (self.guess, self.guess_dims(tensor))
@@ -63,7 +65,7 @@ def _is_unknown_weight(tensor: ParameterView) -> bool:
 
 
 def _is_half_scaling(tensor: ParameterView) -> bool:
-    """Whether an unknown module may sum over the one scaling dimension, or over another one. (1, ..., d) only broadcasts."""
+    """Whether an unknown module may sum over a tensor with one scaling dimension. A shape like (1, ..., d) only broadcasts."""
     is_table = tensor.layout == "raw" and not tensor.layer.by_element and len(tensor.scaling) == 1
     return is_table and (tensor.shape[0] > 1 or tensor.name.endswith(".weight"))
 
@@ -74,7 +76,7 @@ def _inputs_of_linear(tensor: ParameterView) -> int | Shape:
 
 
 def _input_dims(tensor: ParameterView) -> int | Shape:
-    """The input dimensions, where they are known."""
+    """The input dimensions, if they are known."""
     return tensor.in_dims[0] if len(tensor.in_dims) == 1 else tensor.in_dims
 
 
@@ -83,13 +85,13 @@ def _last_dim(tensor: ParameterView) -> int:
 
 
 def _seen(tensor: ParameterView) -> Seen:
-    """What an example shows of the parameter's products; nothing if there was none."""
+    """How an example uses the parameter in products; an empty record without an example."""
     return tensor.seen if tensor.seen is not None and tensor.seen.how == "product" else NOT_SEEN
 
 
 NOT_SEEN = Seen("")
 _POSITIONS = re.compile(r"^pos(ition|itional)?(_|$|s$|e?mb|_?enc)", re.IGNORECASE)
-MAY_BE_INPUT = "may read the model's input (embedding) or what other layers wrote (hidden): only the order of layers tells"
+MAY_BE_INPUT = "may read the model's input (embedding) or the output of other layers (hidden): only the order of layers tells"
 
 ROLE_TABLE = (
     Case(
@@ -224,7 +226,7 @@ ROLE_TABLE = (
         "has a fixed input and a scaling output, and the example reaches it both directly and through other layers",
         lambda t, n: t.writes_scaling and _seen(t).reads_input and _seen(t).reads_inside,
         ASK,
-        "reads both the model's input and what other layers wrote",
+        "reads both the model's input and the output of other layers",
         "hidden",
         _input_dims,
     ),

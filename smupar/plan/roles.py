@@ -1,4 +1,4 @@
-"""Which row of Table 1 each parameter belongs to, and its width multipliers against a base model.
+"""Infers the row of Table 1 that each parameter belongs to, and its width multipliers against a base model.
 
 A dimension *scales* when its size differs between the model and the base (or a third model, ``delta``). The module that owns a
 parameter says which dimensions it reads and writes. If shapes and modules do not decide a role, the user is asked. A
@@ -25,31 +25,31 @@ from smupar.rules import ROLES
 
 GUESSED = Note(
     "guessed",
-    "taken for hidden, and made sparse, because the output size is a multiple of a size that layers read. A readout would look "
+    "taken as hidden, and made sparse, because the output size is a multiple of a size that layers read. A readout would look "
     "the same: pass delta=, the same model at any other width, to be sure",
 )
-FROZEN = Note("frozen", "frozen, so the model's values stay: give the role in roles= to initialise it all the same", False)
-FROZEN_HIDDEN = Note("frozen", "frozen, but initialised all the same: pass the role 'fixed' to keep the model's values")
+FROZEN = Note("frozen", "frozen, so the model's values stay: give its role in roles= to initialise it anyway", False)
+FROZEN_HIDDEN = Note("frozen", "frozen, but initialised anyway: pass the role 'fixed' to keep the model's values")
 ORIGINAL = Note(
     "parametrized", "parametrized: these numbers are for the original tensor, from which the layer computes its weight"
 )
 MAY_READ_IN_PART = Note(
     "reads in part",
-    "reading a size that grows as no layer's output does. If it is a concatenation of which only a part follows the width, one "
-    "m_in stands for both parts: pass example= to be sure",
+    "reading a size that grows unlike any layer's output. If it is a concatenation whose parts do not all follow the width, "
+    "one m_in stands for all parts: pass example= to be sure",
     is_caution=False,
 )
 MAY_WRITE_IN_PART = Note(
     "writes in part",
-    "writing a size that grows as no layer's input does. If it is several outputs of which only a part follows the width, one "
-    "m_out stands for all, which matters for SGD's learning rate alone",
+    "writing a size that grows unlike any layer's input. If it is several outputs that do not all follow the width, one m_out "
+    "stands for all, which matters only for SGD's learning rate",
     is_caution=False,
 )
 
 
 @dataclass(frozen=True)
 class ParamRole:
-    """Where one parameter stands in the network."""
+    """The role of one parameter, with the numbers that follow from it."""
 
     name: str
     role: str
@@ -59,7 +59,7 @@ class ParamRole:
     width_in: Fraction
     width_out: Fraction
     base_fan_in: int  # 1 for an embedding table, since a lookup reads one row; for a tied table the fan-in of the logits
-    uses: tuple[tuple[str, str], ...]  # (module path, role) of each module whose output Table 1 multiplies; two if tied
+    uses: tuple[tuple[str, str], ...]  # (module path, role) of each module that gets a forward factor; two if tied
     note: Note | None
 
 
@@ -71,8 +71,8 @@ def infer_roles(
     roles: Mapping[str, RoleSetting] | None = None,
     example: Example | None = None,
 ) -> tuple[list[ParamRole], Evidence]:
-    """The role of every parameter, in the model's order, and what the example showed. Raises ValueError with the
-    ``roles={...}`` line that would help."""
+    """The role of every parameter, in the model's order, and what the example showed. If roles cannot be inferred, raises
+    ValueError with a ``roles={...}`` line to paste."""
     evidence = look(view_parameters(model, base, delta), model, base, delta, example)
     asked = match_globs(roles or {}, [tensor.name for tensor in evidence.tensors], what="roles", among="parameters")
     for tensor in evidence.tensors:
@@ -121,7 +121,7 @@ def _check_setting(tensor: ParameterView, setting: RoleSetting) -> None:
 
 
 def _parsed(setting: RoleSetting) -> tuple[str, Shape | None]:
-    """The role, and the input dimensions if the setting names them."""
+    """The role in a setting, and the input dimensions if the setting has them."""
     if isinstance(setting, str):
         return setting, None
     in_dims = setting[-1]
@@ -132,7 +132,7 @@ def _parsed(setting: RoleSetting) -> tuple[str, Shape | None]:
 
 
 def _question(neighbours: Neighbours, questions: list[tuple[ParameterView, Case]], evidence: Evidence) -> str:
-    """The text of one error that lists all undecided parameters, with a ``roles=`` line that would decide them."""
+    """One error that lists all undecided parameters, with a ``roles=`` line that would decide them."""
     lines = [f"  {tensor.name} {tensor.shape}, base {tensor.base_shape}: {case.why(tensor)}" for tensor, case in questions[:12]]
     if len(questions) > 12:
         lines.append(f"  ... and {len(questions) - 12} more")
@@ -181,7 +181,7 @@ def _as_asked(tensor: ParameterView, setting: RoleSetting) -> ParamRole:
 
 
 def _read_or_written(tensor: ParameterView, role: str) -> ParameterView:
-    """An unknown tensor whose scaling dimensions are all written (embedding) or all read."""
+    """Gives an unknown tensor its dimensions: all scaling ones are written (embedding), or all are read."""
     dims = tensor.scaling or (len(tensor.shape) - 1,)
     ins, outs = ((), dims[-1:]) if role == "embedding" else (dims, ())
     return replace(tensor, in_dims=ins, out_dims=outs)
@@ -192,7 +192,7 @@ def _as_decided(tensor: ParameterView, case: Case, neighbours: Neighbours) -> Pa
         return _param_role(replace(tensor, in_dims=(1,), out_dims=(0,)), "hidden", Note("square", case.reason))
     if case.role == "embedding" and tensor.layout == "raw":
         tensor = _read_or_written(tensor, "embedding")
-    # A frozen table holds its values on purpose: sines, pretrained vectors. A frozen matrix inside may train later.
+    # A frozen table has its values on purpose (sines, pretrained vectors), while a frozen matrix inside may be trained later.
     if tensor.frozen and case.role in ("embedding", "hidden", "unembedding"):
         return _param_role(tensor, case.role, FROZEN_HIDDEN if case.role == "hidden" else FROZEN)
     return _param_role(tensor, case.role, GUESSED if case.role == "hidden" and neighbours.is_guess(tensor) else None)
@@ -219,7 +219,7 @@ def _param_role(tensor: ParameterView, role: str, note: Note | None = None) -> P
 
 
 def _uses(tensor: ParameterView, role: str) -> tuple[tuple[str, str], ...]:
-    """(module path, role) of each module whose input or output can be multiplied for this weight alone."""
+    """(module path, role) of each module that can get a forward factor for this weight alone."""
     if role not in ("embedding", "unembedding") or tensor.layout != "matrix" or not tensor.layer.takes_factor:
         return ()
     tied = [(path, kind_of(module)) for path, module in tensor.tied]

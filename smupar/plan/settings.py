@@ -1,5 +1,5 @@
-"""Checks settings that are one of several words, or values by parameter name, ``{"glob": value}``. The first glob that matches
-a name wins, and a glob that matches nothing is refused."""
+"""Checks settings: choices among words, and values by parameter name, ``{"glob": value}``. The first glob that matches a name
+wins. A glob that matches nothing is refused."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import TypeVar
 
 T = TypeVar("T")
-UNSTRUCTURED = ("random", "bernoulli")  # the patterns whose masks may move, since any mask of a density is one of theirs
+UNSTRUCTURED = ("random", "bernoulli")  # the patterns whose masks may move, since they allow any mask of a density
 
 
 def refuse(is_wrong: object, message: str) -> None:
@@ -17,7 +17,7 @@ def refuse(is_wrong: object, message: str) -> None:
 
 
 def match_globs(settings: Mapping[str, T], names: Iterable[str], *, what: str, among: str) -> dict[str, T]:
-    """The setting of each name that a glob matches. Names that no glob matches are left out.
+    """The setting of each name that a glob matches; other names are left out.
 
     ``what`` names the argument and ``among`` the kind of names in errors.
     """
@@ -36,10 +36,10 @@ def match_globs(settings: Mapping[str, T], names: Iterable[str], *, what: str, a
 
 
 def choice(what: str, value: object, allowed: Iterable[object]) -> None:
-    """Raises ValueError if the value is not among the allowed ones."""
+    """Raises ValueError if the value is not one of the allowed ones."""
     refuse(value not in allowed, f"{what} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 def layer_glob(name: str) -> str:
-    """The name with stars in place of layer numbers, so that one line stands for all blocks."""
+    """The name with stars instead of layer numbers, so that one line stands for all blocks."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))

@@ -1,4 +1,4 @@
-"""What the source of a module's forward pass does with the module's own numbers. Nothing is run."""
+"""Reads, without running it, what the source of a module's forward pass does with the module's own numbers."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _ARITHMETIC: dict[type[ast.operator], Any] = {
 
 @dataclass(frozen=True)
 class PowerInSource:
-    """An expression of which a class takes a root or a power, or by which it divides."""
+    """An expression that a class takes a root or a power of, or divides by."""
 
     expression: ast.expr
-    source: str  # without "self."
-    can_be_set: bool  # it is an attribute of the module, and the class does nothing else with it
+    source: str  # the expression without "self."
+    can_be_set: bool  # whether it is an attribute that the class does nothing else with
 
 
 def powers_in_source(module: nn.Module) -> tuple[PowerInSource, ...]:
-    """Expressions of which a module takes a root or a power, or by which it divides, outside of its init."""
+    """The expressions that a module takes a root or a power of, or divides by, outside of its init."""
     kind: Any = type(module)
     return _powers(kind)
 
@@ -96,7 +96,7 @@ def _ends_of_ranges(node: ast.AST) -> set[str]:
 
 
 def _base_of_power(node: ast.AST) -> ast.expr | None:
-    """The part of an expression whose root, power or reciprocal it takes."""
+    """The inner expression, if the expression is a root, a power or a reciprocal."""
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
         return node.left
     if isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in ("sqrt", "rsqrt"):
@@ -109,7 +109,7 @@ def _is_quotient(node: ast.AST) -> bool:
 
 
 def _is_tensor(node: ast.AST) -> bool:
-    """Whether an expression has a part besides numbers and attributes of self, so that it is not arithmetic with sizes."""
+    """Whether an expression contains more than numbers and attributes of self, so that it is not just arithmetic with sizes."""
     return any(isinstance(part, ast.Name) and part.id not in ("self", "math", "int", "float") for part in ast.walk(node))
 
 
@@ -139,7 +139,7 @@ def _divides(kind: Any, name: str) -> bool:
 
 
 def evaluated(node: ast.AST, root: object) -> Any:
-    """The value of arithmetic with attributes of self; None if there is anything else in it."""
+    """The value of arithmetic with attributes of self; None for any other expression."""
     if isinstance(node, ast.Constant):
         return node.value
     if isinstance(node, ast.Attribute):

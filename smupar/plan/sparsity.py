@@ -1,5 +1,5 @@
-"""The density of every weight. It comes from the user's own masks, from the layers' densities, or from pattern "neuron", which
-removes whole neurons."""
+"""Decides the density of every weight, from the user's own masks, the layers' densities, or pattern "neuron", which removes
+whole neurons."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Sparsity:
         return self.densities.get(role.name, Fraction(1))
 
     def num_kept(self, role: ParamRole) -> int | None:
-        """How many weights the mask keeps; None if the pattern makes that number random."""
+        """The number of weights that the mask keeps; None if the pattern makes it random."""
         density = self.density(role)
         if role.name not in self.given and density != 1 and self.pattern.count(role.shape, role.in_dims, density) is None:
             return None
@@ -51,7 +51,7 @@ class Sparsity:
         return "given" if role.name in self.given else self.pattern.name
 
     def multipliers(self, role: ParamRole) -> tuple[Fraction, Fraction, Fraction]:
-        """m_in, m_out and m_rho. Removed neurons count as a change of width, so the density is taken among live neurons."""
+        """m_in, m_out and m_rho. Removed neurons change the width, so the density counts among live neurons only."""
         reads = any(dim in role.scaling for dim in role.in_dims)
         writes = any(dim not in role.in_dims for dim in role.scaling)
         width_in = role.width_in * (self.live if reads else 1)
@@ -60,7 +60,7 @@ class Sparsity:
         return width_in, width_out, density_mult
 
     def weights_per_neuron(self, role: ParamRole) -> float:
-        """How many inputs a live neuron keeps."""
+        """The number of inputs that a live neuron keeps."""
         live = self.live ** sum(dim in role.scaling for dim in role.in_dims)
         return float(self._inner_density(role) * live * math.prod(role.shape[dim] for dim in role.in_dims))
 
@@ -68,9 +68,9 @@ class Sparsity:
         return self.density(role) / self.live ** len(role.scaling)
 
     def _base_density(self, role: ParamRole) -> Fraction:
-        """The base density, rounded to a count of this tensor's weights, so that rho = rho_base gives exactly muP."""
+        """The base density, rounded to a whole number of this tensor's weights, so that rho = rho_base gives exactly muP."""
         base = self.base_densities[role.name]
-        if base == 1 or not self.pattern.takes_any_density:  # an N:M pattern has no mask of any base density to round to
+        if base == 1 or not self.pattern.takes_any_density:  # N:M patterns have no mask at other densities to round to
             return base
         pattern = Pattern() if role.name in self.given else self.pattern
         count = pattern.count(role.shape, role.in_dims, base)
@@ -88,7 +88,7 @@ def make_sparse(
     base: Allocation,
     masks: Mapping[str, Tensor],
 ) -> Sparsity:
-    """Decides the density of every weight. Hidden weights get ``density``; in the base model they had ``base``."""
+    """Decides the density of every weight. Hidden weights get ``density``; in the base they had ``base``."""
     hidden = {role.name: role for role in roles if role.role == "hidden"}
     base_densities = base.densities({name: role.shape for name, role in hidden.items()})
     given = _given_masks(model, roles, masks)
@@ -124,7 +124,7 @@ def _given_masks(model: nn.Module, all_roles: list[ParamRole], masks: Mapping[st
         first_name = aliases.get(name, name)
         if first_name != name and any(other in masks for other in (first_name, f"{first_name}_mask")):
             continue  # a state dict has the mask of a shared layer under each of its names
-        refuse(name in given, f"masks: {name!r} is there twice, as {name!r} and as {name + '_mask'!r}")
+        refuse(name in given, f"masks: {name!r} is given twice, as {name!r} and as {name + '_mask'!r}")
         refuse(name not in roles, f"masks: {key!r} is not a parameter of this model; are these the masks of another model?")
         refuse(
             tuple(mask.shape) != roles[name].shape,
@@ -177,7 +177,8 @@ def _without_neurons(
 
 
 def _refuse_flattened(model: nn.Module, roles: list[ParamRole]) -> None:
-    """Refuses a layer that reads a flattened image. Several of its inputs come from one channel; shapes do not show which."""
+    """Refuses a layer that reads a flattened image: several of its inputs come from one channel, and shapes do not show
+    which."""
     modules = dict(model.named_modules(remove_duplicate=False))
     channels: set[int] = set()  # written by convolutions
     features: set[int] = set()  # written by linear layers

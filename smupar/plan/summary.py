@@ -1,4 +1,4 @@
-"""The plan in a few lines: one for each kind of layer, narrow enough for a terminal of 80 columns."""
+"""The plan in a few lines, one for each kind of layer, for a terminal of 80 columns."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from smupar.rules import get_rule
 
 
 def summary_of(plan: Plan, family: str = "adam") -> str:
-    """The rule, and what each kind of layer gets. Numbers that differ within a kind are given as a range. ``family``: of the
-    optimizer whose learning-rate factors are shown."""
+    """The rule, and the numbers of each kind of layer, as a range if they differ within a kind. ``family`` is the optimizer
+    family whose learning-rate factors are shown."""
     kinds: dict[str, list[PlanRow]] = {}
     for row in plan:
         kinds.setdefault(row.role, []).append(row)
@@ -31,7 +31,7 @@ def summary_of(plan: Plan, family: str = "adam") -> str:
     told += [aligned(lines)]
     told += [f"residual branches are multiplied by {', '.join(f'{factor:.4g}' for factor in branches)}"] if branches else []
     told += [f"TO DO {name}: {text}" for name, text in plan.pending.items()]
-    # Cautions have been given as warnings when the plan was made.
+    # Cautions were already shown as warnings when the plan was made.
     return "\n".join([*told, *(f"note: {note}" for note in plan.notes if not note.is_caution)])
 
 
@@ -41,6 +41,6 @@ def _inits(rows: Iterable[PlanRow]) -> str:
 
 
 def _range(numbers: Iterable[float], *, pair: str = "-") -> str:
-    """The number that all share, or the smallest and the largest; ``pair`` stands between two."""
+    """The number that all share, or the smallest and the largest with ``pair`` between them."""
     shown = list(dict.fromkeys(f"{number:.3g}" for number in sorted(numbers)))
     return pair.join(shown) if len(shown) < 3 else f"{shown[0]}-{shown[-1]}"

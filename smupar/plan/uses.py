@@ -1,5 +1,5 @@
-"""How a forward pass uses each parameter: over which dimensions products sum, which products read the model's input or make its
-output, which tables are looked up, and what acts element by element. ``watcher`` fills it in.
+"""Records of how a forward pass uses each parameter: which dimensions products sum over, which products read the model's input
+or make its output, which tables are looked up, and what acts element by element. ``watcher`` makes them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ class WeightProduct:
 
     in_dims: Dims
     out_dims: Dims
-    reads_input: bool  # what it multiplies comes from the example through no weight that scales
-    joins: frozenset[int]  # events: concatenations that made what it multiplies
+    reads_input: bool  # whether it multiplies the example, with no scaling weight in between
+    joins: frozenset[int]  # numbers of the events, concatenations, that made the other factor
 
 
 @dataclass
@@ -25,25 +25,25 @@ class Use:
 
     products: list[WeightProduct] = field(default_factory=list)
     looked_up: set[int] = field(default_factory=set)  # dimensions that an index selects from
-    by_element: bool = False  # also where what a weight that scales wrote chooses rows, such as biases of experts
-    unclear: str = ""  # an operation that is not understood
-    makes_output: bool = False  # what it writes reaches the output through no other weight that scales
-    makes_normed_output: bool = False  # likewise, but divided by its own size on the way
-    is_inside: bool = False  # what it writes reaches another weight that scales
-    reads_constant: bool = False  # a product reads what depends neither on the example nor on another weight
+    by_element: bool = False  # also a table whose rows are chosen by a scaling weight's output, such as biases of experts
+    unclear: str = ""  # name of an operation that is not understood
+    makes_output: bool = False  # its output reaches the model's output with no other scaling weight in between
+    makes_normed_output: bool = False  # the same, with a division by its own size on the way
+    is_inside: bool = False  # its output reaches another scaling weight
+    reads_constant: bool = False  # a product reads something that depends neither on the example nor on another weight
 
     @property
     def reaches_output(self) -> bool:
-        """Whether what it writes reaches the output."""
+        """Whether its output reaches the model's output."""
         return self.makes_output or self.makes_normed_output
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something whose meaning depends on which sizes follow the width.
+    """An operation whose meaning depends on which sizes follow the width.
 
-    join   a concatenation; ``sizes`` are the parts'
-    part   a part of what ``weights`` wrote; ``sizes`` are (whole, part)
+    join   a concatenation; ``sizes`` are the sizes of the parts
+    part   a slice of the output of ``weights``; ``sizes`` are (whole, part)
     dot    a sum of products of two activations; ``sizes`` is the number of summands
     mix    a dot product of which one factor is a softmax of dot products: attention's sum over values
     """
@@ -67,8 +67,8 @@ class Number:
 
 @dataclass(frozen=True)
 class Residual:
-    """A sum x + f(x), which is taken in the module at ``path``. Up to factors f(x) is the sum of the outputs of ``ends``; there
-    are none if it is no module's output."""
+    """A sum x + f(x) in the module at ``path``. Up to factors, f(x) is the sum of the outputs of the modules ``ends``, which is
+    empty if f(x) is not made of module outputs."""
 
     path: str
     ends: tuple[str, ...]
@@ -84,12 +84,13 @@ class Output:
 
 @dataclass
 class Usage:
-    """What one forward pass shows."""
+    """Everything that one forward pass shows."""
 
     uses: dict[str, Use]
     events: list[Event] = field(default_factory=list)
     residuals: list[Residual] = field(default_factory=list)
-    same: dict[str, frozenset[str]] = field(default_factory=dict)  # modules that return other modules' outputs
-    outputs: list[Output] = field(default_factory=list)  # the first of these that depend on weights: loss, logits, all others
+    same: dict[str, frozenset[str]] = field(default_factory=dict)  # module -> the modules whose output it returns
+    # the first of these that depends on weights: loss, logits, all other outputs
+    outputs: list[Output] = field(default_factory=list)
     numbers: list[Number] = field(default_factory=list)
-    attention: dict[int, str] = field(default_factory=dict)  # the dot products that are attention scores, and their modules
+    attention: dict[int, str] = field(default_factory=dict)  # dot products that are attention scores -> their module

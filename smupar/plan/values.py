@@ -1,8 +1,7 @@
-"""What the initial values of a model tell, where a rule keeps them: biases whose size follows the width, and weights that are
-zero on purpose.
+"""Looks at the initial values that a rule keeps: biases whose size follows the width, and weights that are zero on purpose.
 
 A rule wants biases and other vectors to have one size at every width. Torch draws biases from U(-b, b) with b = 1 /
-sqrt(fan-in), so those of a wide model are too small. The factor that brings them to the base's size is a number of the plan.
+sqrt(fan-in), so those of a wide model are too small. The plan has a factor that gives them the base's size.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from smupar.plan.evidence import Note
 from smupar.plan.roles import ORIGINAL, ParamRole
 
-# Powers of the width that an initial size may follow, the likeliest first. Others are reported, not corrected.
+# Powers of the width that an initial size may follow, the likeliest first. Other powers are reported, not corrected.
 _EXPONENTS = (0.5, 1.0, -0.5, -1.0)
 _SIGMAS = 4.0
 
@@ -24,12 +23,12 @@ _SIGMAS = 4.0
 def kept_factors(
     model: nn.Module, base: nn.Module, roles: Iterable[ParamRole], names: Mapping[str, str]
 ) -> tuple[dict[str, float], list[Note]]:
-    """(parameter -> factor that gives its initial values the size that they have at base width, notes on what is unclear).
-    Parameters without a factor are left out: those that keep their size, and those whose values are not known. ``names`` maps
-    parameters of the model to those of the base.
+    """(parameter -> factor that gives its initial values their size at base width, notes on what is unclear).
+    Parameters are left out if their size does not change or their values are unknown. ``names`` maps parameters of the model to
+    those of the base.
 
-    A bias on the meta device has no values. If it was written once, by torch's layer itself, its init is known all the same.
-    Models with an ``_init_weights``, as in transformers, write biases later.
+    A bias on the meta device has no values, but its init is known if only torch's own layer wrote it. Models with an
+    ``_init_weights``, as in transformers, write biases later.
     """
     own, every = dict(model.named_parameters()), dict(base.named_parameters(remove_duplicate=False))
     narrow = {name: every[names[name]] for name in own}
@@ -65,43 +64,43 @@ def kept_factors(
 def _about(unknown: list[str], unclear: list[str]) -> Iterator[Note]:
     if unknown:
         shown = ", ".join(map(repr, unknown[:4])) + (f" and {len(unknown) - 4} more" if len(unknown) > 4 else "")
-        text = f"the initial values of {shown} are not here, so whether they follow the width, and get a factor, is not known"
+        text = f"the initial values of {shown} are not here, so it is not known whether they follow the width and need a factor"
         yield Note("kept", text, is_caution=False)
     if unclear:
         yield Note(
             "kept",
-            f"the initial values of {', '.join(map(repr, unclear[:4]))}{' and more' if len(unclear) > 4 else ''} have "
-            "another size than in the base, and no power of the width explains it: initialise them alike at every width",
+            f"the initial values of {', '.join(map(repr, unclear[:4]))}{' and more' if len(unclear) > 4 else ''} differ in "
+            "size from the base's, and no power of the width explains it: initialise them alike at every width",
         )
 
 
 def all_zero(model: nn.Module, roles: Mapping[str, ParamRole]) -> set[str]:
-    """The weight matrices that the model set to zero on purpose. Zeros that nobody wrote (torch.empty, torch.zeros) wait for an
-    init."""
+    """The weight matrices that the model set to zero on purpose. Zeros from torch.empty or torch.zeros that were never written
+    again do not count: they wait for an init."""
     parameters = dict(model.named_parameters())
     known = {name: parameters[name].detach() for name in roles if not _is_elsewhere(parameters[name])}
-    # The first entries decide almost always, and cost nothing.
+    # The first entries almost always decide, and are cheap to read.
     zero = {name for name, value in known.items() if not (value.reshape(-1)[:64].any() or value.any())}
     return {name for name in zero if parameters[name]._version > 0}
 
 
 def _values(parameter: Tensor) -> Tensor | None:
-    """The values of a parameter in double precision; None if they are not here."""
+    """The values of a parameter in double precision; None if they are on meta or sharded."""
     return None if _is_elsewhere(parameter) else parameter.detach().double().flatten()
 
 
 def _is_elsewhere(parameter: Tensor) -> bool:
-    """Whether a parameter has no values, or only a shard of them on this rank."""
+    """Whether a parameter has no values here, or only a shard of them."""
     return parameter.is_meta or hasattr(parameter, "full_tensor")
 
 
 def _says_nothing(value: Tensor | None) -> bool:
-    """Whether values that are here have no size of their own: zeros, ones, or a single number."""
+    """Whether known values show no size that could follow the width: zeros, ones, or a single number."""
     return value is not None and (value.numel() < 2 or bool((value == value[0]).all()))
 
 
 def _is_written_once(parameter: Tensor) -> bool:
-    """Whether a parameter on the meta device was written by the init of its own layer only."""
+    """Whether only its own layer's init wrote a parameter on the meta device."""
     return parameter.is_meta and parameter._version == 1
 
 
@@ -139,7 +138,8 @@ def _is_uniform(value: Tensor, bound: float) -> bool:
 
 
 def _by_size(value: Tensor, base: Tensor, widths: set[float]) -> float | None:
-    """The power of a width multiplier that takes the rms of the values to the base's; 1 if both agree, None if none fits."""
+    """The power of a width multiplier that turns the rms of the values into the base's; 1 if they agree, None if no power
+    fits."""
     sizes = [float(each.square().mean().sqrt()) for each in (value, base)]
     if min(sizes) == 0 or not all(map(math.isfinite, sizes)):
         return None if max(sizes) > 0 else 1.0
@@ -152,6 +152,6 @@ def _by_size(value: Tensor, base: Tensor, widths: set[float]) -> float | None:
 
 
 def _relative_error(value: Tensor) -> float:
-    """The standard error of an rms, relative to it."""
+    """The relative standard error of an rms."""
     squares = value.square()
     return float(squares.std() / (2 * squares.mean() * math.sqrt(value.numel())))

@@ -1,7 +1,7 @@
-"""Watches one forward pass and records how it uses each parameter (``uses``).
+"""Watches one forward pass and records how each parameter is used (``uses``).
 
-torch reduces linear layers, matmul, einsum and convolutions to a few operations on views of the parameters, and these are
-watched.
+torch reduces linear layers, matmul, einsum and convolutions to a few operations on views of the parameters. The watcher sees
+these.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from smupar.plan.uses import Event, Number, Output, Residual, Usage, Use, Weight
 def watch(model: nn.Module, example: Example, *, scaling: Mapping[str, Dims], reads: Mapping[str, Dims]) -> Usage:
     """What one forward pass of a copy of the model does with each parameter. Raises ``CannotRunError``.
 
-    ``scaling`` holds the dimensions of each parameter that follow the width, ``reads`` the input dimensions where the module's
-    kind tells them.
+    ``scaling`` holds the dimensions of each parameter that follow the width, and ``reads`` its input dimensions if the kind of
+    its module decides them.
     """
 
     def run(copied: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Usage:
@@ -42,7 +42,7 @@ def watch(model: nn.Module, example: Example, *, scaling: Mapping[str, Dims], re
     return remembered(model, (example, scaling, reads), lambda: run_copy(model, example, run))
 
 
-# Operations that sum over a product: places of the two factors among the arguments, and the dimension of each that is summed
+# Operations that sum over a product: positions of the two factors among the arguments, and the summed dimension of each
 _PRODUCTS = {
     "mm": (0, 1, -1, -2),
     "addmm": (1, 2, -1, -2),
@@ -57,12 +57,13 @@ _PRODUCTS = {
     "linear": (0, 1, -1, -1),
 }
 _SLICES = ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "slice")
-_REDUCTIONS = {"sum": 1, "mean": 1, "amax": 1, "norm": 2, "linalg_vector_norm": 2}  # the place of ``dim`` among the arguments
+_REDUCTIONS = {"sum": 1, "mean": 1, "amax": 1, "norm": 2, "linalg_vector_norm": 2}  # position of ``dim`` among the arguments
 _NORMS = ("linalg_vector_norm", "norm")
 _NORM_LAYERS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 _KEEP_LENGTH = ("clone", "_to_copy", "clamp", "clamp_min", "add", "sqrt", "rsqrt", "reciprocal", "pow")
 _SOFTMAX = ("_softmax", "_safe_softmax")
-_KEEP_ENDS = ("mul", "div", "clone", "_to_copy", "native_dropout", "index", "index_select")  # factors, and copies
+# multiplication by a factor, and copies
+_KEEP_ENDS = ("mul", "div", "clone", "_to_copy", "native_dropout", "index", "index_select")
 
 
 class _Watcher(TorchDispatchMode):
@@ -73,7 +74,7 @@ class _Watcher(TorchDispatchMode):
         self._known: dict[StorageWeakRef, Known] = {}
         self._paths = [""]
         self._num_results = 0
-        self._sums: list[tuple[Residual, int, int]] = []  # with the bits of the sum and of its branch alone
+        self._sums: list[tuple[Residual, int, int]] = []  # with the bits of the sum, and of its branch alone
         for name, parameter in model.named_parameters():
             self.put(parameter, CONSTANT, tuple(frozenset({(name, dim)}) for dim in range(parameter.ndim)))
         for path, module in model.named_modules():
@@ -85,7 +86,7 @@ class _Watcher(TorchDispatchMode):
         return False  # skipping it would import torch's compiler, which takes seconds
 
     def _leave(self, module: nn.Module, args: object, output: object) -> None:
-        """Marks the output of a module. Where modules return the output of another, the innermost is its maker."""
+        """Marks the output of a module. If modules return another module's output, the innermost one made it."""
         path = self._paths.pop()
         for tensor in islice(_tensors(output), 1):
             known = self._of(tensor)
@@ -100,9 +101,10 @@ class _Watcher(TorchDispatchMode):
         self._known[StorageWeakRef(tensor.untyped_storage())] = known
 
     def end(self, output: object) -> None:
-        """Records what makes the output. A weight that makes the loss or the logits is judged by these alone."""
+        """Records which weights make the output. The loss comes first, then the logits: a weight that makes one of these is not
+        judged by others."""
         for residual, bit, _ in self._sums:
-            around = (other.path for other, _, own in self._sums if bit & own)  # sums whose branch it is a part of
+            around = (other.path for other, _, own in self._sums if bit & own)  # sums whose branch contains this one
             if not any(_is_in(residual.path, path) for path in around):
                 self.usage.residuals.append(residual)
         judged: set[str] = set()
@@ -135,7 +137,7 @@ class _Watcher(TorchDispatchMode):
         return all(StorageWeakRef(tensor.untyped_storage()) in storages for tensor in outputs)
 
     def _record(self, name: str, args: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Works out what is known about the results of one operation."""
+        """Derives the facts about the results of one operation."""
         labels: Labels = ()
         if name in _PRODUCTS:
             first, second, *dims = _PRODUCTS[name]
@@ -162,7 +164,7 @@ class _Watcher(TorchDispatchMode):
     # Products
 
     def _product(self, first: tuple[Tensor, Dims], second: tuple[Tensor, Dims], name: str) -> Flow:
-        """Records a sum over the product of two tensors, each given with the dimensions that are summed."""
+        """Records a sum over the product of two tensors, each given with its summed dimensions."""
         factors = [(tensor, tuple(dim % tensor.ndim for dim in dims)) for tensor, dims in (first, second)]
         weight = self._which_is_weight(factors)
         if weight is None:
@@ -177,7 +179,8 @@ class _Watcher(TorchDispatchMode):
         return self._weigh([labels[dim] for dim in dims], outs, self._of(other).flow)
 
     def _which_is_weight(self, factors: list[tuple[Tensor, Dims]]) -> int | None:
-        """The factor that is a weight. Of two, the one that does not depend on the example, or is summed as its layer does."""
+        """The position of the factor that is a weight. If both may be, it is the one that does not depend on the example, or
+        the one that is summed like a weight of its layer."""
         named = [
             place
             for place, (tensor, _) in enumerate(factors)
@@ -186,7 +189,7 @@ class _Watcher(TorchDispatchMode):
         if len(named) == 2 and len({self._of(tensor).flow.is_data for tensor, _ in factors}) == 2:
             named = [place for place in named if not self._of(factors[place][0]).flow.is_data]
         elif len(named) == 2 and self._of(factors[0][0]).flow.is_data:
-            # Both were looked up: rows of a table have one dimension of it, chosen matrices have several.
+            # Both were looked up: rows of a table have one of its dimensions, chosen matrices have several.
             named = [place for place in named if sum(map(bool, self._labels(factors[place][0]))) > 1]
         if len(named) == 2:
             summed = [frozenset().union(*(self._labels(tensor)[dim] for dim in dims)) for tensor, dims in factors]
@@ -202,7 +205,7 @@ class _Watcher(TorchDispatchMode):
         """Records the product of a weight with something whose flow is ``read``."""
         ins, outs = by_name(summed), by_name(written)
         self._use_numbers(read)
-        names = sorted(ins) or sorted(outs)  # a weight of which one entry is summed has no label there
+        names = sorted(ins) or sorted(outs)  # a summed dimension of size 1 has no label
         scales = any(dim in self.scaling[name] for name in names for dim in (*ins.get(name, ()), *outs.get(name, ())))
         for name in names:
             reads, writes = ins.get(name, set()), outs.get(name, set())
@@ -243,13 +246,13 @@ class _Watcher(TorchDispatchMode):
         return self._product((x, (1,)), (weight, (0 if transposed else 1, *kernel)), "convolution")
 
     def _plus(self, flow: Flow, added: list[Tensor]) -> Flow:
-        """The flow of a product to which something is added, such as a bias."""
+        """The flow of a product after something, such as a bias, is added."""
         return flow | self._mixed(added) if added else flow
 
     # Everything else
 
     def _lookup(self, name: str, args: Any, inputs: list[Tensor], output: Tensor) -> tuple[Flow, Labels]:
-        """Rows of a table, or entries of an activation, that indices choose."""
+        """A lookup: indices choose rows of a table, or entries of an activation."""
         indices = inputs[1:]
         labels = self._labels(args[0])
         if not any(labels) or self._of(args[0]).flow.is_data:
@@ -258,7 +261,7 @@ class _Watcher(TorchDispatchMode):
         rest = rest if len(rest) == output.ndim else ()
         is_layer = "embedding" in name
         if not is_layer and rest and not any(self._of(index).flow.is_data for index in indices):
-            return CONSTANT, rest  # constants choose the rows, such as positions
+            return CONSTANT, rest  # constants such as positions choose the rows
         chooses_inside = any(self._of(index).flow.writers for index in indices)
         for owner, dim in picked:
             if chooses_inside and not is_layer:
@@ -269,14 +272,14 @@ class _Watcher(TorchDispatchMode):
         names = frozenset(owner for owner, dim in written if dim in self.scaling[owner])
         read = reduce(Flow.__or__, (self._of(index).flow for index in indices), CONSTANT)
         if names:
-            for owner in read.writers:  # such as a router, which chooses experts
+            for owner in read.writers:  # the weights that wrote the indices, such as a router's
                 self.usage.uses[owner].is_inside = True
             read = Flow(is_inside=True, writers=names, past=read.past)
         return replace(read, is_data=True), () if is_layer else rest
 
     @staticmethod
     def _picked(name: str, args: Any, labels: Labels, indices: list[Tensor]) -> tuple[frozenset[Label], Labels]:
-        """The labels of the dimensions that indices choose from, and the labels of what they choose."""
+        """The labels of the dimensions that are indexed, and the labels of the result."""
         places, num_new = [args[1] if name == "index_select" else 0], 1
         if name == "index":
             places = [place for place, index in enumerate(args[1]) if index is not None]
@@ -285,7 +288,7 @@ class _Watcher(TorchDispatchMode):
         return picked, (*labels[: places[0]], *[frozenset[Label]()] * num_new, *labels[places[-1] + 1 :])
 
     def _activation(self, name: str, args: Any, inputs: list[Tensor], output: Tensor) -> tuple[Flow, Labels]:
-        """An operation on activations, maybe with parameters, that is neither a product nor a lookup."""
+        """An operation on activations, and perhaps parameters, that is neither a product nor a lookup."""
         flows = [self._of(tensor).flow for tensor in inputs]
         if name == "sum":
             return self._sum(args, inputs[0]), ()
@@ -324,7 +327,8 @@ class _Watcher(TorchDispatchMode):
             self.usage.numbers[number].is_elsewhere = True
 
     def _mark(self, name: str, args: Any, inputs: list[Tensor], data: list[Tensor]) -> str:
-        """What a result is made of, as far as dot products are concerned: lengths, vectors of length 1, products."""
+        """The mark of a result, for finding dot products and norms: a length, a vector of length 1, a product and so on
+        (``Flow.mark``)."""
         marks = [self._of(tensor).flow.mark for tensor in inputs]
         if name in _NORMS:
             return "norm"
@@ -347,7 +351,7 @@ class _Watcher(TorchDispatchMode):
         return StorageWeakRef(first.untyped_storage()) == StorageWeakRef(second.untyped_storage())
 
     def _sum(self, args: Any, tensor: Tensor) -> Flow:
-        """A sum over an activation. It may complete a product that was taken element by element."""
+        """A sum over an activation. It may complete a product that was computed element by element."""
         flow, labels = self._of(tensor).flow, self._labels(tensor)
         dims = {dim % tensor.ndim for dim in (args[1] if len(args) > 1 and args[1] else range(tensor.ndim))}
         if flow.mark == "weighted" and any(labels[dim] for dim in dims):
@@ -367,7 +371,8 @@ class _Watcher(TorchDispatchMode):
         return replace(flow, ends=first.ends | second.ends) if both else flow
 
     def _of_weights(self, name: str, args: Any, inputs: list[Tensor], output: Tensor) -> tuple[Flow, Labels]:
-        """An operation on parameters and constants alone. The result is still a weight, if dimensions can be followed."""
+        """An operation on parameters and constants alone. The result still counts as a weight if its dimensions can be
+        followed."""
         labels = [self._labels(tensor) for tensor in inputs]
         if not any(map(any, labels)):
             return CONSTANT, ()

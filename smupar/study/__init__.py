@@ -1,2 +1,2 @@
-"""Studies of many runs. What to run (sweep, transfer, tune), running it (engines), storing it (store) and reporting it (report)
-are separate."""
+"""Studies of many runs. What to run (sweep, transfer, tune), how to run it (engines), where it is stored (store) and how it is
+reported (report) are separate."""

@@ -1,4 +1,4 @@
-"""How the paper compares rules, beyond Table 1."""
+"""The paper's conventions for comparing rules, beyond Table 1."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from smupar.rules import get_rule
 
 
 def as_rule(rule: str, sparsity: float) -> str:
-    """The rule under which a model is run. A dense model is the same under muP, SmuPar and its ablations, so it is run under
-    muP. With two terms it is not."""
+    """The rule under which a model is run. A dense model is the same under muP, SmuPar and its ablations, so it is run once,
+    under muP. "smupar-aligned" differs from muP even when dense."""
     return "mup" if sparsity == 0 and rule != "sp" and not get_rule(rule).two_terms else rule
 
 
 def sp_init_std(init_std: float, base_width: int, width: int) -> float:
-    """The init std of SP, which has no factors of its own. By the paper's convention it is the init std that muP gives to
-    hidden weights of that width. Table 4 prints 0.087 / sqrt(16) at width 4096, where the base width is 256."""
+    """The init std of SP, which has no factors. By the paper's convention it is the std that muP gives hidden weights of that
+    width: Table 4 prints 0.087 / sqrt(16) for width 4096 and base width 256."""
     variance = get_rule("mup").init_var["hidden"].of(m_in=Fraction(width, base_width), m_out=1, m_rho=1)
     return init_std * math.sqrt(variance)

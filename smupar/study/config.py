@@ -10,7 +10,7 @@ from smupar.lm.config.run import ModelConfig, RunConfig
 from smupar.lm.config.validation import check_not_negative, check_not_too_large
 from smupar.plan.settings import refuse
 
-# The hyperparameters that are searched on a dense proxy, and hold for other models.
+# The hyperparameters that are tuned on a dense proxy and transfer to other models.
 Tuned = Literal["lr", "init_std", "alpha_input", "alpha_output"]
 TUNED: tuple[str, ...] = get_args(Tuned)
 # The runs of a study are shorter than the demo.
@@ -28,7 +28,7 @@ class EngineConfig:
     device: str = "auto"
     """auto: a GPU if there is one."""
     threads: int = 0
-    """Threads of the CPU; 0: one for each core, or OMP_NUM_THREADS. Beside other jobs fewer may be faster."""
+    """Threads of the CPU; 0: one for each core, or OMP_NUM_THREADS. Use fewer if other jobs run on this machine."""
     address: str = "auto"
     """Address of the Ray cluster; local starts a cluster on this machine."""
 
@@ -43,12 +43,12 @@ class TransferConfig:
 
     run: RunConfig = field(default_factory=lambda: RunConfig(**SHORT))
     axis: Tuned = "lr"
-    """The hyperparameter that is swept."""
+    """Hyperparameter to sweep."""
     values: tuple[float, ...] = ()
     """Values to sweep. Default: 2^-11 .. 2^-4 for lr, and 1/8 to 8 times the tuned value for others."""
     rules: tuple[str, ...] = ("sp", "mup", "smupar")
-    """Rules of Table 1 to compare. measured: SmuPar's init, and updates that follow those of the proxy at its best value.
-    moment, only with --dynamic gmp or imp: SmuPar with the density of the moment (smupar takes the last, as in the paper)."""
+    """Rules of Table 1 to compare. measured: SmuPar's init, with updates that follow those of the proxy at its best value.
+    moment, only with --dynamic gmp or imp: SmuPar with the current density (smupar uses the last one, as in the paper)."""
     sparsities: tuple[float, ...] = (0.0, 0.75, 0.9375)
     """Sparsities of the targets."""
     widths: tuple[int, ...] = (256,)
@@ -67,7 +67,7 @@ class TransferConfig:
             refuse(not getattr(self, name), f"{name} is empty: give at least one")
         refuse(
             "moment" in self.rules and not self.run.prunes,
-            "moment is SmuPar with the density of the moment: it needs --dynamic gmp or imp",
+            "moment is SmuPar with the current density of masks that move: it needs --dynamic gmp or imp",
         )
         refuse(
             self.seeds < 1 or min(self.widths) < 1,
@@ -78,22 +78,22 @@ class TransferConfig:
         check_not_too_large("depth", self.proxy_depth or 1, *self.depths)
         refuse(
             self.depths and min(self.depths) < (self.run.base_depth or 1),
-            f"depths must be whole numbers from the base depth {self.run.base_depth or 1} on, got {self.depths}: tune on a "
+            f"depths must be whole numbers, at least the base depth {self.run.base_depth or 1}, got {self.depths}: tune on a "
             "model that is not deeper than those you train",
         )
         refuse(
             self.depths and self.proxy_depth is not None,
-            "with --depths the proxy has the base depth: name it with --base-depth, and leave out --proxy-depth",
+            "with --depths the proxy has the base depth: set --base-depth, and leave out --proxy-depth",
         )
         check_not_too_large("steps", self.proxy_steps or 1)
         refuse(
             self.values and (len(set(self.values)) < 3 or min(self.values) <= 0),
-            "values needs three or more different numbers above 0: an optimum has neighbours",
+            "values needs three or more different numbers above 0: an optimum must have two neighbours",
         )
 
     @property
     def normalised(self) -> TransferConfig:
-        """The same study with its values filled in, and nothing named twice."""
+        """The same study with its default values filled in, and without duplicates."""
         if self.axis == "lr":
             values = [2.0**exponent for exponent in range(-11, -3)]
         else:
@@ -110,7 +110,7 @@ class TransferConfig:
 
     @property
     def base_depth(self) -> int | None:
-        """The depth of the proxy, where factors follow the depth; None if they do not."""
+        """The depth of the proxy if factors follow the depth, else None."""
         return self.run.base_depth or (min(self.depths) if self.depths else None)
 
 
@@ -124,7 +124,7 @@ class TuneConfig:
     """Number of runs. You can extend a search later; it keeps its finished runs."""
     method: Literal["random", "tpe"] = "random"
     """random: independent samples; tpe: Optuna's sampler, which learns from earlier rounds."""
-    # The paper does not print its ranges: these are ours, around its best values. All are uniform in the logarithm.
+    # The paper does not print its ranges. These are ours, around its best values. All samples are log-uniform.
     lr_range: tuple[float, float] = (2**-10, 2**-3)
     """Range of the learning rate."""
     init_std_range: tuple[float, float] = (0.02, 0.35)

@@ -1,4 +1,4 @@
-"""What a study is: the runs that it asks for, and how it reads their results."""
+"""The definition of a study: which runs it needs, and how it reads their results."""
 
 from __future__ import annotations
 
@@ -15,36 +15,36 @@ from smupar.study.optima import Curve
 from smupar.study.space import grouped, with_fields
 from smupar.study.store import Result, Study, row_of
 
-# Proposes runs of a study, given the results that it has so far.
+# Proposes runs, given the results that the study has so far.
 Stage = Callable[[Study], Sequence[RunConfig]]
 
-# Columns of a table that are not fields of the configuration.
+# Columns of the table that are not fields of the configuration.
 _RESULT_COLUMNS = ("id", "status", "steps_done", "train_loss", "valid_loss", "num_parameters", "hidden_sparsity")
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What a study found, for its page."""
+    """The findings of a study, for its page."""
 
     sentence: str
     panels: Sequence[Panel]
     results: Sequence[Result]
     headline: str = ""  # the answer in a few words
     answers: Sequence[Answer] = ()
-    doubts: tuple[str, ...] = ()  # the sentences within ``sentence`` that say what to doubt, where the answers say the rest
+    doubts: tuple[str, ...] = ()  # those sentences of ``sentence`` that say what to doubt; the answers repeat the rest
 
 
 @dataclass(frozen=True)
 class StudyDefinition:
-    """One sweep, transfer study or search. A command makes it from its flags; a report makes it again from study.json."""
+    """One sweep, transfer study or search. A command makes it from its flags, and a report from study.json."""
 
-    # What study.json holds. Its "kind" tells report.py who reads it. A study goes on with the same values, or some that ask
-    # for more.
+    # The content of study.json. Its "kind" tells view.py which reader makes the study again. A study continues only with the
+    # same values, or with some that add runs.
     stored: dict[str, Any]
-    stages: Sequence[Stage]  # the runs; a stage may depend on the results of those before
+    stages: Sequence[Stage]  # proposes the runs; a stage may depend on the results of earlier ones
     read: Callable[[Study], Findings]
     title: str = "Study"
-    read_so_far: Callable[[Study], Findings] | None = None  # reads a study that is not finished; default: as ``read`` does
+    read_so_far: Callable[[Study], Findings] | None = None  # reads an unfinished study; default: ``read``
 
 
 def with_more_seeds(stages: Sequence[Stage], axis: str, seeds: int) -> list[Stage]:
@@ -57,9 +57,9 @@ def _more_seeds_of(stage: Stage, axis: str, seeds: int, study: Study) -> list[Ru
 
 
 def more_seeds(study: Study, first: Sequence[RunConfig], axis: str, seeds: int) -> list[RunConfig]:
-    """More seeds where they matter: at the best value of every curve and its two neighbours. Their results may move the best
-    value, so a study asks again until none is missing."""
-    if seeds == 1:  # a page of thousands of runs asks for this whenever it is made
+    """More seeds where they matter, at the best value of every curve and its two neighbours. Their results may move the best
+    value, so a study calls this until it proposes nothing new."""
+    if seeds == 1:  # saves time: the page of a large study calls this whenever it is made
         return []
     runs = []
     for curve in grouped(first, lambda config: with_fields(config, {axis: 1.0}).id):
@@ -71,8 +71,8 @@ def more_seeds(study: Study, first: Sequence[RunConfig], axis: str, seeds: int) 
 
 
 def _points_with_seeds(points: Sequence[Sequence[RunConfig]], losses: Mapping[str, float]) -> set[int]:
-    """The numbers of the points of a curve that get all seeds. They are asked for in rounds, and a round is decided by results
-    of the rounds before. So a study that was interrupted in the middle of a round asks for the same runs."""
+    """The indices of the points of a curve that get all seeds. Points are added in rounds, and each round depends only on
+    results of earlier rounds. So a study that was interrupted in the middle of a round proposes the same runs again."""
     asked: set[int] = set()
     while True:
         known = [[run.id for run in (point if n in asked else point[:1])] for n, point in enumerate(points)]
@@ -118,7 +118,7 @@ def curve_of(
 
 
 def best_in_words(results: Sequence[Result]) -> str:
-    """The best run in one sentence. Runs that differ only in their seed count by their mean."""
+    """The best run in one sentence. Runs that differ only in their seed count as one, with their mean loss."""
     best = min(by_seeds(results), key=mean_loss)
     diverged = sum(result.summary.status == "diverged" for result in results)
     row, several = row_of(best[0]), len(best) > 1

@@ -1,8 +1,8 @@
-"""Executes the runs of a study, one after the other or stacked, with the same results. Which is faster depends on width and
-tokens per step, so ``auto`` measures.
+"""Executes the runs of a study, one by one or stacked, with the same results. Which is faster depends on width and tokens per
+step, so ``auto`` measures.
 
-Both go through ``GPTStack``, which is compiled once for each shape and refilled with the next runs. Runs that cannot be stacked
-go through the trainer.
+Both ways use ``GPTStack``, which is compiled once for each shape and then refilled with the next runs. The trainer trains runs
+that cannot be stacked.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import hashlib
 import os
 import shlex
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -52,7 +52,7 @@ _LONG_SECONDS = 600.0
 def run_study(
     folder: str | Path, definition: StudyDefinition, command: str, how: EngineConfig, *, keeps_weights: bool = False
 ) -> Iterator[tuple[Study, list[RunConfig]]]:
-    """Runs what is missing of a study. Yields the study and its runs. Within the block no other process works in its folder."""
+    """Executes the missing runs of a study. Yields the study and its runs; during the block the folder stays locked."""
     opened = Study.open(folder, definition.stored, command, keeps_weights=keeps_weights)
     with cpu_threads(how.threads), opened as study:
         with refreshed(study, definition):
@@ -62,18 +62,18 @@ def run_study(
 
 
 def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfig]:
-    """Runs what a stage proposes, and then what it proposes with those results, until nothing is missing. Returns all of its
+    """Executes the runs that a stage proposes. Asks it again with their results, until no run is missing. Returns all its
     runs."""
     said = ""
     while True:
         configs = propose(study)
         missing = study.missing(configs)
-        with waiting("looking at runs and text"):
+        with waiting("checking runs and text"):
             _refuse_other_files(study, configs)
             refuse_impossible(missing)
         if configs:
             hint = f"; watch it: smupar watch {shlex.quote(str(study.folder))}" if missing else ""
-            if missing or not said:  # else these runs have just ended
+            if missing or not said:  # otherwise these runs have just ended
                 said = f"{len(configs)} runs, {len(configs) - len(missing)} of them done, in {study.folder}{hint}"
                 say(said)
         write_planned(study, missing)
@@ -84,16 +84,16 @@ def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfi
                 execute(study, configs, engine=how.engine, device=how.device, address=how.address)
         except (KeyboardInterrupt, SystemExit):
             say(
-                f"\n{len(configs) - len(study.missing(configs))} of {len(configs)} runs are done and kept; those that were "
-                "running go on from their last save: start the same command again"
+                f"\n{len(configs) - len(study.missing(configs))} of {len(configs)} runs are done and kept. Start the same "
+                "command again: runs that were interrupted continue from their last save"
             )
             raise
         if left := study.missing(missing):
-            raise ValueError(f"{len(left)} runs of {study.folder} have not ended: the same command goes on")
+            raise ValueError(f"{len(left)} runs of {study.folder} have not ended: start the same command again")
 
 
 def _refuse_other_files(study: Study, configs: Sequence[RunConfig]) -> None:
-    """Raises if earlier runs of the study read another text or trace of the same name, since configurations hold only names."""
+    """Raises if earlier runs of the study read another text or trace under the same name. Configurations hold only names."""
     for config in {(config.data, config.valid_data): config for config in configs}.values():
         facts = data.open_text(config).facts
         study.remember("text", facts.name, facts.sha256)
@@ -102,7 +102,7 @@ def _refuse_other_files(study: Study, configs: Sequence[RunConfig]) -> None:
 
 
 def refuse_impossible(configs: Sequence[RunConfig]) -> None:
-    """Raises before the first run if any run names something that does not exist. Warns of masks that hardly move."""
+    """Raises before the first run if any run refers to something that does not exist. Warns of masks that hardly move."""
     distinct = {(c.rule, c.pattern, c.allocation, c.optimizer.lower(), c.sparsity, c.model): c for c in configs}
     for config in distinct.values():
         family_of(config.optimizer)
@@ -116,7 +116,7 @@ def refuse_impossible(configs: Sequence[RunConfig]) -> None:
 def execute(
     study: Study, configs: Sequence[RunConfig], *, engine: EngineName = "auto", device: str = "auto", address: str = "auto"
 ) -> None:
-    """Runs those that have no result in the study yet."""
+    """Executes the runs that have no result in the study yet."""
     missing = study.missing(configs)
     study.set_aside_damaged(missing)
     if engine == "ray":
@@ -129,7 +129,7 @@ def execute(
     with Display(progress.status), beating(study, progress, device_name(where)):
         for group in groups(configs):
             run_group(study, group, engine, where, progress)
-            if torch.cuda.is_initialized():  # frees what the group's captured steps held
+            if torch.cuda.is_initialized():  # frees the memory of the group's captured steps
                 gc.collect()
                 torch.cuda.empty_cache()
 
@@ -142,8 +142,8 @@ def groups(configs: Sequence[RunConfig]) -> list[list[RunConfig]]:
 def run_group(
     study: Study, group: Sequence[RunConfig], engine: EngineName, device: torch.device, progress: StudyProgress
 ) -> None:
-    """Trains what is missing of a group. Runs that were begun go on in the stacks in which they were; all others are divided
-    into stacks now."""
+    """Trains the missing runs of a group. Interrupted runs continue in their old stacks; all others are divided into stacks
+    now."""
     missing = [config.id for config in study.missing(group)]
     if not missing:
         return
@@ -155,31 +155,45 @@ def run_group(
         _train_division(study, division, group, None, device, progress)
     fresh = without(missing, begun)
     if fresh:
+        _say_if_forgotten(study, {config.id for config in group} - {*missing})
         progress.doing = "comparing engines" if engine == "auto" else "building models"
         division, stack = divide([config for config in group if config.id in fresh], engine, device)
         _train_division(study, division, group, stack, device, progress)
 
 
+def _say_if_forgotten(study: Study, ended: Collection[str]) -> None:
+    """Says that runs have ended, and nothing records how they were divided into stacks: other runs may be divided otherwise."""
+    lost = without(ended, recorded_divisions(study, ended))
+    if lost:
+        warnings.warn(
+            f"{study.stacks} does not say in which stacks {len(lost)} runs were trained, so it is damaged, or of an older "
+            "version: runs that are missing may differ in the last digits from those of a study that was not interrupted",
+            stacklevel=3,
+        )
+
+
 def _goes_on(study: Study, division: Division, config: RunConfig, engine: EngineName, device: torch.device) -> bool:
-    """Whether runs can go on in the stacks in which they were begun. If they cannot, the record of these stacks is removed."""
+    """Whether interrupted runs can continue in their old stacks. If they cannot, the record of these stacks is removed."""
     here = device_name(device)
     how = f"in stacks of {division.size}" if division.size else "one by one"
     begun = f"runs of {study.folder} were begun {how} on {division.device}"
     if not division.suits(engine):
-        reason = f"--engine {engine} trains them in another way"
+        reason = f"--engine {engine} trains them differently"
     elif division.size > largest_stack(config, device, share=1.0):
         reason = f"too few fit into the memory of {here}"
     else:
         if division.device != here:
-            warnings.warn(f"{begun}: they go on in the same way on {here}, and may differ in the last digits", stacklevel=2)
+            warnings.warn(
+                f"{begun}: they continue in the same way on {here}, and results may differ in the last digits", stacklevel=2
+            )
         return True
-    warnings.warn(f"{begun}, and {reason}: what has not ended begins again", stacklevel=2)
+    warnings.warn(f"{begun}, and {reason}: runs that have not ended begin again", stacklevel=2)
     division.forget(study)
     return False
 
 
 def _train_one_by_one(study: Study, configs: Sequence[RunConfig], device: torch.device, progress: StudyProgress) -> None:
-    """Trains runs by the trainer, which takes a batch in parts if memory is small."""
+    """Trains runs with the trainer, which splits batches if memory is short."""
     for config in study.missing(configs):
         progress.begin(config)
         progress.running = {config.id: ()}  # the trainer writes its rows itself
@@ -196,7 +210,7 @@ def _train_division(
     device: torch.device,
     progress: StudyProgress,
 ) -> None:
-    """Trains the stacks of a division that have not ended. ``stack`` has the runs of the first, if it has been made."""
+    """Trains the unfinished stacks of a division. ``stack`` holds the runs of the first one, if it has been built already."""
     by_id = {config.id: config for config in group}
     if division.size == 0:
         division.write(study)
@@ -206,8 +220,9 @@ def _train_division(
         wanted = study.missing([by_id[run] for run in runs if run in by_id])
         if not wanted:
             continue
-        # Places of runs that nobody asks for any more, and those after the last run, are filled with copies. So a stack is
-        # always of the same size: nothing has to be compiled for it, and the others are rounded as they would have been.
+        # Copies fill the places of runs that are no longer wanted, and those after the last run. So all stacks have the same
+        # size:
+        # nothing has to be compiled again, and the other runs are rounded as before.
         part = [by_id.get(run, wanted[0]) for run in runs]
         filled = part + [part[-1]] * (division.size - len(part))
         if stack is None:
@@ -218,11 +233,11 @@ def _train_division(
 
 
 def divide(group: Sequence[RunConfig], engine: EngineName, device: torch.device) -> tuple[Division, GPTStack | None]:
-    """Decides how runs are stacked. Also returns the stack of the first ones, if there is one."""
+    """Decides how runs are stacked. Also returns the stack of the first runs, if measuring has built it."""
     runs, room = tuple(config.id for config in group), largest_stack(group[0], device)
     if room < 1:
         return Division(runs, 0, own_batches=False, device=device_name(device)), None
-    # Stacks of equal size, so that the last one is not mostly filled up.
+    # Stacks of equal size, so that the last one does not consist mostly of copies.
     num_stacks = len(group) if engine == "serial" else -(-len(group) // room)
     stack, size = _faster_stack(group, data.open_text(group[0]), device, -(-len(group) // num_stacks), measure=engine == "auto")
     return Division(runs, size, stack.own_batches, device_name(device)), stack
@@ -231,14 +246,14 @@ def divide(group: Sequence[RunConfig], engine: EngineName, device: torch.device)
 def _faster_stack(
     group: Sequence[RunConfig], text: data.Corpus, device: torch.device, size: int, *, measure: bool
 ) -> tuple[GPTStack, int]:
-    """A stack of ``size`` runs, or of one run if that is faster; and the number of its runs."""
+    """A stack of ``size`` runs, or of one run if that is faster, and its number of runs."""
     if size == 1:
         return GPTStack(group[:1], text, device), 1
     stacked = GPTStack(group[:size], text, device, own_batches=len({config.seed for config in group}) > 1)
     if not measure:
         return stacked, size
     together = seconds_of_warm_step(stacked, device) / size
-    # Where steps are compiled, a single run is worth a look only if the group takes longer than compiling it.
+    # If steps are compiled, measuring a single run pays off only if the group takes longer than compiling.
     if device.type == "cuda" and sum(config.steps for config in group) * together < _LONG_SECONDS:
         return stacked, size
     single = GPTStack(group[:1], text, device)
@@ -251,11 +266,11 @@ def seconds_of_warm_step(stack: GPTStack, device: torch.device) -> float:
 
 
 def largest_stack(config: RunConfig, device: torch.device, *, share: float = _USABLE) -> int:
-    """How many such runs to train at once, in a share of the device's free memory; 0 if not even one should fit."""
+    """How many such runs fit into a share of the device's free memory; 0 if not even one does."""
     cost, model = estimate(config), config.model
-    # Attention by products keeps its scores, in fp32 and as weights, in every layer.
+    # Plain attention keeps its scores in every layer, in fp32 and as weights.
     scores = 8 * model.depth * model.num_heads * config.batch_size * config.seq_len**2
-    # A stack's state is copied twice when it is saved, in the host's memory.
+    # Saving copies a stack's state twice in the host's memory.
     copies = 2 * cost.state_bytes if device.type == "cpu" else 0.0
     each = cost.state_bytes + cost.activation_bytes + scores + cost.num_parameters * 8 + copies
     return min(_MOST, int(share * _free_bytes(device) / each))

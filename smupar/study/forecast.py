@@ -1,8 +1,8 @@
-"""What a study will cost before it runs: how many runs, how long, how much memory. ``smupar sweep --dry-run`` prints it.
+"""Predicts the cost of a study: number of runs, time and memory. ``smupar sweep --dry-run`` prints it.
 
-On this machine the time is measured: a few steps of every shape, in stacks as the study would train them. For a cluster it
-follows from FLOPs. Runs that depend on results, such as further seeds around an optimum, are counted for results that are
-imagined: a loss that is best in the middle of each axis.
+The time on this machine is measured with a few steps of each shape, in the stacks that the study would use. For a cluster it
+follows from FLOPs. Some runs depend on results, such as further seeds around an optimum. They are counted as if every optimum
+lay in the middle of its axis.
 """
 
 from __future__ import annotations
@@ -32,29 +32,29 @@ if TYPE_CHECKING:
     from smupar.lm.run.folder import Summary
 
 _GIB = 2**30
-_SHARE = 0.45  # of the peak, that a training step is assumed to reach where it is not measured
+_SHARE = 0.45  # share of the peak that an unmeasured training step is assumed to reach
 _H200_TFLOPS = 990.0
 
 
 @dataclass(frozen=True)
 class StudyForecast:
-    """What is left to do in a study, and what it will cost."""
+    """The remaining work of a study, and its cost."""
 
     folder: Path
     num_runs: int
     num_done: int
-    num_after: int  # of the runs, those that depend on results
-    is_all: bool  # False if there are runs that cannot be known yet
+    num_after: int  # number of runs that depend on results
+    is_all: bool  # False if some runs cannot be known yet
     num_parameters: tuple[int, int]  # of the smallest and the largest model
-    num_tokens: int  # of the runs that are left
+    num_tokens: int  # in the remaining runs
     flops: float
     seconds: float
     memory_bytes: float
-    how: str  # where the time comes from
+    how: str  # how the time was found
 
     @property
     def values(self) -> dict[str, Any]:
-        """As plain values, for programs."""
+        """The forecast as plain values, for programs."""
         return {
             "folder": str(self.folder),
             "runs": self.num_runs,
@@ -72,12 +72,12 @@ class StudyForecast:
     @property
     def lines(self) -> dict[str, str]:
         smallest, largest = self.num_parameters
-        after = f", {self.num_after} of them after the results of others" if self.num_after else ""
+        after = f", {self.num_after} of them chosen by results of others" if self.num_after else ""
         more = "" if self.is_all else ", and those that follow a trace of the proxy, which are not counted"
         return {
             "runs": f"{self.num_runs:,} ({self.num_done:,} done){after}{more}",
             "parameters": f"{smallest:,}" + (f" to {largest:,}" if largest != smallest else ""),
-            "tokens": f"{self.num_tokens:.3g} in the runs that are left",
+            "tokens": f"{self.num_tokens:,} in the remaining runs",
             "FLOPs": f"{self.flops:.3g}",
             "time": f"about {in_words(self.seconds)}, {self.how}",
             "memory": f"about {self.memory_bytes / _GIB:.2f} GiB at most",
@@ -89,7 +89,7 @@ class StudyForecast:
 
 
 def forecast(folder: str | Path, definition: StudyDefinition, how: EngineConfig) -> StudyForecast:
-    """Measures what is left of a study. Nothing is written."""
+    """Predicts the cost of what is left of a study. Writes nothing."""
     study = Study(folder)
     configs, num_first, is_all = _all_runs(study, definition)
     missing = study.missing(configs)
@@ -114,8 +114,8 @@ def forecast(folder: str | Path, definition: StudyDefinition, how: EngineConfig)
 
 
 def _all_runs(study: Study, definition: StudyDefinition) -> tuple[list[RunConfig], int, bool]:
-    """All runs of a study as far as they can be known, the number of those that do not depend on results, and whether these are
-    all."""
+    """The runs of a study that can be known, the number of those that do not depend on results, and whether these are all
+    runs."""
     first, is_all = unique(definition.stages[0](study)), True
     imagined, found = _Imagined(study.folder, first), list(first)
     for propose in definition.stages:
@@ -123,7 +123,7 @@ def _all_runs(study: Study, definition: StudyDefinition) -> tuple[list[RunConfig
         while grows:  # a stage may propose in rounds
             try:
                 more = unique([*found, *propose(imagined)])
-            except (ValueError, OSError):  # it needs a file that a run leaves
+            except (ValueError, OSError):  # the stage needs a file that only a finished run leaves
                 is_all = False
                 break
             grows = len(more) > len(found)
@@ -132,7 +132,7 @@ def _all_runs(study: Study, definition: StudyDefinition) -> tuple[list[RunConfig
 
 
 class _Imagined(Study):
-    """A study in which every run has ended, with a loss that is least in the middle of each axis."""
+    """A study in which every run has ended, with the lowest loss in the middle of each axis."""
 
     def __init__(self, folder: Path, configs: Sequence[RunConfig]) -> None:
         super().__init__(folder)
@@ -157,7 +157,7 @@ def _on_cluster(left: Sequence[Cost]) -> tuple[float, float, str]:
 
 
 def _here(missing: Sequence[RunConfig], costs: dict[str, Cost], how: EngineConfig) -> tuple[float, float, str]:
-    """Seconds, bytes, and where these come from: a few steps of each shape are trained as the study would."""
+    """Seconds, bytes, and how they were found. A few steps of each shape are trained as the study would train them."""
     device = pick_device(how.device)
     seconds = memory = 0.0
     shapes, done, is_measured = groups(missing), 0, True
@@ -172,7 +172,7 @@ def _here(missing: Sequence[RunConfig], costs: dict[str, Cost], how: EngineConfi
             if stack_key(group[0]) is not None:
                 division, stack = divide(group, how.engine, device)
                 size = max(1, division.size)
-            if stack is None:  # trained by the trainer
+            if stack is None:  # the trainer will train these runs
                 is_measured = False
                 peak = peak_flops(device, group[0].dtype)
                 seconds += sum(costs[config.id].dense_flops for config in group) / (_SHARE * peak)

@@ -1,10 +1,10 @@
-"""What a study that is running tells those who watch it, in its folder:
+"""Files in which a running study tells watchers what it does:
 
-planned.json        the runs of the stage at work that had not ended when it began
-live/HOST-PID.json  a sign of life of each process that trains: what it runs, how fast, how far, the losses so far
+planned.json        the runs of the current stage that had not ended when it began
+live/HOST-PID.json  a sign of life of each process that trains: its runs, speed, progress and losses so far
 
-Both are written by threads of their own, as seldom as it takes to cost less than ``_SHARE`` of the time. Nothing in a study
-depends on them. A process that is killed leaves its file; its age, and the process id on the same machine, tell.
+Threads write both, so seldom that writing costs less than ``_SHARE`` of the time. Nothing in a study depends on them. A killed
+process leaves its file; readers see by the file's age, or by the process id on the same machine, that it is gone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STALLED_SECONDS = 300.0  # without a step; the first step may have to be compil
 
 
 class ShownProgress(Protocol):
-    """What a progress display knows."""
+    """The numbers of a progress display."""
 
     running: Mapping[str, Sequence[Row]]  # rows of the runs that are trained now, by id
 
@@ -47,8 +47,8 @@ class ShownProgress(Protocol):
 
 @contextlib.contextmanager
 def repeated(function: Callable[[], None], *, every: float) -> Iterator[None]:
-    """Calls a function again and again during a block, in a thread, after every ``every`` seconds or less often if it is slow.
-    Its errors are dropped: what it does is a courtesy to readers."""
+    """Calls a function in a thread during a block, every ``every`` seconds, or less often if it is slow. Its errors are
+    ignored: it only informs readers."""
     ended = threading.Event()
 
     def repeat() -> None:
@@ -57,7 +57,7 @@ def repeated(function: Callable[[], None], *, every: float) -> Iterator[None]:
             start = time.thread_time(), time.perf_counter()
             with contextlib.suppress(Exception):
                 function()
-            # Waiting for a disk does not hold up training; computing does.
+            # Processor time counts, since computing delays training and waiting for a disk does not.
             wait = max(every, (time.thread_time() - start[0]) / _SHARE, 5 * (time.perf_counter() - start[1]))
 
     thread = threading.Thread(target=repeat, name="smupar-live", daemon=True)
@@ -82,7 +82,7 @@ def beating(study: Study, progress: ShownProgress, device: str) -> Iterator[None
         advanced = max([last["at"], *(_written_at(study.runs / run / "metrics.jsonl") for run in progress.running)])
         path.parent.mkdir(exist_ok=True)
         sign = _sign(progress, device, started=start, advanced=advanced)
-        temporary = path.with_suffix(".tmp")  # not forced to the disk: in two seconds it is old
+        temporary = path.with_suffix(".tmp")  # not synced to disk: in two seconds it is outdated
         temporary.write_text(sealed_json(asdict(sign), indent=None), encoding="utf-8")
         temporary.replace(path)
 
@@ -92,11 +92,11 @@ def beating(study: Study, progress: ShownProgress, device: str) -> Iterator[None
     finally:
         path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            path.parent.rmdir()  # if no other process is at work
+            path.parent.rmdir()  # if no other process trains here
 
 
 def _written_at(path: Path) -> float:
-    """When the trainer wrote a file last; 0 if there is none."""
+    """When the trainer last wrote a file; 0 if it has written none."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -143,14 +143,14 @@ def _sign(progress: ShownProgress, device: str, *, started: float, advanced: flo
 
 @dataclass(frozen=True)
 class _Planned:
-    """The content of planned.json: what rows of runs have in common, and the rest of each row by the run's id."""
+    """The content of planned.json: the values that all rows share, and the other values of each row by run id."""
 
     common: dict[str, Any]
     runs: dict[str, dict[str, Any]]
 
 
 def write_planned(study: Study, missing: Sequence[RunConfig]) -> None:
-    """Says which runs are going to be done. Removes the file if there is none, and signs of life of earlier processes."""
+    """Writes planned.json, or removes it if no run is missing. Removes the signs of life of earlier processes."""
     shutil.rmtree(study.folder / LIVE, ignore_errors=True)
     path = study.folder / PLANNED
     if not missing:
@@ -163,7 +163,7 @@ def write_planned(study: Study, missing: Sequence[RunConfig]) -> None:
 
 
 def read_planned(folder: Path) -> dict[str, dict[str, Any]] | None:
-    """The rows of planned runs by id; None if no plan is there."""
+    """The rows of planned runs by id; None without planned.json."""
     try:
         planned = read_record(_Planned, folder / PLANNED, remedy="")
     except ValueError:
@@ -173,7 +173,7 @@ def read_planned(folder: Path) -> dict[str, dict[str, Any]] | None:
 
 @dataclass(frozen=True)
 class Signs:
-    """What the processes of a study say at the moment."""
+    """The current signs of life of all processes of a study."""
 
     workers: tuple[Worker, ...]
     losses: dict[str, list[list[float | None]]]  # run -> step and loss, of runs that are trained now
@@ -194,7 +194,7 @@ def read_signs(folder: Path, *, now: float | None = None) -> Signs:
     for path in sorted((folder / LIVE).glob("*.json")):
         try:
             sign = read_record(_Sign, path, remedy="")
-        except ValueError:  # it has just ended, or is not ours
+        except ValueError:  # it was just removed, or is not ours
             continue
         state = sign.state(now)
         workers.append(

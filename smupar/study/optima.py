@@ -32,7 +32,8 @@ class Curve:
 
     @property
     def best(self) -> float:
-        """The smooth minimum: the vertex of a parabola through the best value and its neighbours, over the logarithm."""
+        """The smooth minimum: the vertex of a parabola through the best value and its neighbours, over the logarithm of the
+        value."""
         index = self.best_index
         if self.on_edge or not all(math.isfinite(self.losses[index + side]) for side in (-1, 1)):
             return self.best_value
@@ -57,8 +58,8 @@ class Curve:
         return math.isinf(self.best_loss)
 
     def excess(self, value: float) -> float:
-        """What a value costs, relative to the best loss. Between swept values it is interpolated linearly over the
-        logarithm."""
+        """The relative excess of a value's loss over the best loss. Between swept values it is interpolated, linearly in the
+        value's logarithm."""
         return math.inf if self.diverged else self.at(value) / self.best_loss - 1
 
     def at(self, value: float) -> float:
@@ -71,14 +72,8 @@ def moved(proxy: Curve, curve: Curve) -> float:
     return math.inf if curve.diverged else 2 ** abs(math.log2(curve.best / proxy.best))
 
 
-def shift_of(curves: Sequence[Curve]) -> tuple[float, float] | None:
-    """The optimum of the first curve, and the optimum that lies farthest from it; None if either does not exist."""
-    far = max(curves[1:], key=lambda curve: moved(curves[0], curve), default=None)
-    return None if far is None or far.diverged or curves[0].diverged else (curves[0].best, far.best)
-
-
 def farthest_move(curves: Sequence[Curve]) -> float:
-    """The largest factor between the optimum of the first curve (the proxy or the dense model) and that of another curve."""
+    """The largest factor between the optimum of the first curve (the proxy or the dense model) and the optimum of another."""
     return max(moved(curves[0], other) for other in curves[1:])
 
 

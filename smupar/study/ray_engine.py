@@ -1,5 +1,5 @@
-"""Runs of a study on a Ray cluster. A task is a part of the study that can be stacked. Each GPU runs one task at a time;
-without GPUs each core does.
+"""Executes runs of a study on a Ray cluster. A task trains a part of the study that can be stacked. Each GPU, or each core if
+there are no GPUs, runs one task at a time.
 
 Workers write results into the study's folder, which must be on a file system that all nodes share. If a worker is lost, other
 workers do its unfinished runs.
@@ -36,18 +36,18 @@ from smupar.study.stack_training import StudyProgress
 from smupar.study.stacks import recorded_divisions, without
 from smupar.study.store import Study
 
-# Each task on a GPU compiles its step, so there a task gets as many runs as possible. On cores, small tasks share the work
-# more evenly, and less is lost with one.
+# Each task on a GPU compiles its step, so it gets as many runs as possible. On cores, small tasks spread the work more evenly,
+# and less is lost with one.
 _PARTS_PER_SLOT = {"GPU": 1, "CPU": 4}
 _MOST = 64  # runs in a part
-_RETRIES = 3  # by Ray, of a task whose worker is lost
+_RETRIES = 3  # how often Ray repeats a task whose worker is lost
 _ROUNDS = 3  # how often missing runs are submitted
-_SEEN_WITHIN = 90.0  # seconds until a network file system shows what another node wrote
+_SEEN_WITHIN = 90.0  # seconds until a network file system shows files of another node
 _TELL_EVERY = 1.0  # seconds between reports of a worker
 
 
 class _PartState(NamedTuple):
-    """How far a part is: steps trained, runs done, runs diverged."""
+    """The progress of a part: steps trained, runs done, runs diverged."""
 
     steps: int = 0
     done: int = 0
@@ -55,8 +55,8 @@ class _PartState(NamedTuple):
 
 
 def execute_on_ray(study: Study, configs: Sequence[RunConfig], *, address: str = "auto") -> None:
-    """Runs those that have no result yet. ``address`` is that of a cluster, ``auto`` for the one that this machine belongs to,
-    or ``local`` to start one here and end it afterwards."""
+    """Executes the runs that have no result yet. ``address`` is the address of a cluster, ``auto`` for the cluster that this
+    machine belongs to, or ``local`` for a cluster that starts here and ends with the study."""
     todo = study.missing(configs)
     if not todo:
         return
@@ -75,7 +75,7 @@ def _connected(address: str) -> Iterator[Any]:
     on_sigterm = signal.getsignal(signal.SIGTERM)
     with handled({signal.SIGTERM: on_sigterm} if callable(on_sigterm) else {}) as install:
         _start(ray, address)
-        install()  # again, since ray.init has put its own handler there, which ends with other exit codes
+        install()  # again, since ray.init installed its own handler, with other exit codes
         try:
             yield ray
         finally:
@@ -123,14 +123,14 @@ def _run_all(ray: Any, study: Study, todo: list[RunConfig], configs: list[RunCon
         if not lost:  # a task that failed by itself would fail again
             break
     raise ValueError(
-        f"{len(left)} of {len(todo)} runs have no result ({failure}); the finished ones are kept, the same command goes on"
+        f"{len(left)} of {len(todo)} runs have no result ({failure}); finished runs are kept; start the same command again"
     )
 
 
 def tasks_of(
     study: Study, todo: Sequence[RunConfig], configs: Sequence[RunConfig], **slots: Any
 ) -> list[tuple[list[RunConfig], list[RunConfig]]]:
-    """Parts of what is to do, each with other runs that were begun in the same stacks. Those stay together."""
+    """The work in parts, each with the other runs of its old stacks. Runs that share a stack stay in one part."""
     begun = recorded_divisions(study, [config.id for config in todo])
     tasks = []
     for division in begun:
@@ -142,7 +142,7 @@ def tasks_of(
 
 
 def split(configs: Sequence[RunConfig], *, num_slots: int, resource: str) -> list[list[RunConfig]]:
-    """Parts that can be stacked, the most expensive first. They cost about the same, so that every slot has something to do."""
+    """Parts that can be stacked, the most expensive first. They cost about the same, so that no slot is idle."""
     grouped = [(estimate(group[0]).dense_flops, group) for group in groups(configs)]
     total = sum(each * len(group) for each, group in grouped)
     parts: list[tuple[float, list[RunConfig]]] = []
@@ -169,7 +169,7 @@ def _collect(ray: Any, pending: dict[Any, int], parts: _PartsProgress) -> tuple[
                 except ray.exceptions.RayError:
                     lost += 1
             parts.refresh()
-    except BaseException:  # Ctrl-C above all: no task goes on that nobody waits for
+    except BaseException:  # mostly Ctrl-C: cancel tasks whose results nobody will use
         for reference in pending:
             ray.cancel(reference, force=True)
         raise
@@ -177,7 +177,7 @@ def _collect(ray: Any, pending: dict[Any, int], parts: _PartsProgress) -> tuple[
 
 
 class _PartsProgress:
-    """What the driver knows about the parts, shown as the progress of the study."""
+    """The progress of all parts, which the driver shows as the progress of the study."""
 
     def __init__(self, ray: Any, progress: StudyProgress) -> None:
         self.ray, self.progress = ray, progress
@@ -203,7 +203,7 @@ class _PartsProgress:
         progress.steps(sum(state.steps for state in states) - progress.num_steps, running)
 
     def _ask(self) -> None:
-        """Reads the reports of workers if there are any. They are only shown, so nothing waits for them."""
+        """Reads the workers' reports if they are there. They are only shown, so nothing waits for them."""
         if self._answer is None:
             self._answer = self.reports.get.remote()
         if self.ray.wait([self._answer], timeout=0)[0]:
@@ -217,7 +217,7 @@ def _start_reports(ray: Any) -> Any:
     """An actor that holds the reports of workers about their parts. It is on the driver's node, so that it lives as long as the
     driver."""
 
-    # Inside a function, so that Ray sends the class itself and the actor does not have to load torch.
+    # Defined in a function, so that Ray sends the class itself and the actor need not import this module, and torch with it.
     class Reports:
         def __init__(self) -> None:
             self.states: dict[int, tuple[int, int, int]] = {}
@@ -235,7 +235,7 @@ def _start_reports(ray: Any) -> Any:
 
 
 class _WorkerProgress(StudyProgress):
-    """The progress of a worker's part, told to the driver now and then."""
+    """The progress of a worker's part. It reports to the driver now and then."""
 
     def __init__(self, tell: Callable[[_PartState], None], num_done: int) -> None:
         self._tell, self._state, self._last = tell, _PartState(), -math.inf
@@ -252,7 +252,7 @@ class _WorkerProgress(StudyProgress):
 
     @property
     def share_done(self) -> float:
-        return 0.0  # of this part alone, which says nothing about the time left; the driver knows that of all parts
+        return 0.0  # one part says nothing about the time left of the study; the driver computes that
 
     def _add(self, **more: int) -> None:
         self._state = _PartState(*map(operator.add, self._state, _PartState(**more)))
@@ -271,8 +271,8 @@ def _train_part(
     reports: Any,
     number: int,
 ) -> list[tuple[str, bool]]:
-    """Trains what is missing of a part, in a worker. ``others`` have ended, and were in the same stacks. Returns the ids of the
-    part's finished runs, and whether they diverged."""
+    """Trains the missing runs of a part, in a worker. ``others`` are finished runs of the same stacks. Returns the ids of the
+    part's finished runs, and whether each diverged."""
     refuse(
         not (Path(folder) / "study.json").exists(),
         f"{folder} is not on node {socket.gethostname()}: choose an --out that all nodes share",

@@ -1,4 +1,4 @@
-"""What a study leaves in its folder for readers: page, picture and table."""
+"""The report of a study in its folder: page, picture and table."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 from smupar.output.page import write_page
 from smupar.output.pictures import missing_pictures
 from smupar.plan.settings import refuse
-from smupar.study.curves import draw_png
 from smupar.study.definition import Findings, StudyDefinition, best_row
+from smupar.study.picture import draw_png
 from smupar.study.store import Study
 from smupar.study.view import StudyView, definition_of, left_out, mixed_decay
 
 
 @dataclass(frozen=True)
 class Reported:
-    """What a study found, and the files that say so."""
+    """The findings of a study, and the files that hold them."""
 
     title: str
     folder: Path
     findings: Findings
     unfinished: str  # a sentence if runs are missing
-    doubts: tuple[str, ...]  # sentences about damaged runs, and runs that do not compare
+    doubts: tuple[str, ...]  # sentences about damaged runs, and runs that cannot be compared
     files: tuple[str, ...]
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to know before one believes it."""
+        """Reasons to doubt the findings."""
         return tuple(filter(None, (self.unfinished, *self.doubts)))
 
     @property
@@ -41,7 +41,7 @@ class Reported:
 
     @property
     def values(self) -> dict[str, Any]:
-        """As plain values, for programs."""
+        """The findings as plain values, for programs."""
         results = self.findings.results
         return {
             "title": self.title,
@@ -65,8 +65,8 @@ class Reported:
 
 
 def write_report(study: Study, definition: StudyDefinition | None = None) -> Reported:
-    """Writes report.html, picture.png, table.csv and table.json into the study's folder. Pass the ``definition`` if all of the
-    study has been run. Without it, study.json says what the study is, and the report says if runs are missing."""
+    """Writes report.html, picture.png, table.csv and table.json into the study's folder. Pass the ``definition`` if the whole
+    study has run. Otherwise it is read from study.json, and the report says whether runs are missing."""
     refuse(not study.results(), f"{study.folder} has no finished run yet: start its command again")
     study.write_table()
     unfinished = ""
@@ -90,8 +90,7 @@ def _read(study: Study, definition: StudyDefinition, *, is_finished: bool) -> Fi
 
 
 def _unfinished(study: Study, definition: StudyDefinition) -> str:
-    """A sentence if runs are missing. It counts those of the first stage that misses some, since later stages are not known
-    yet."""
+    """A sentence if runs are missing. It counts the first stage with missing runs, since later stages are not known yet."""
     for propose in definition.stages:
         configs = propose(study)
         num_runs = len({config.id for config in configs})

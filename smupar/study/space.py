@@ -1,4 +1,4 @@
-"""Grids of runs: any field of a run's configuration by name, with the values that it takes."""
+"""Grids of runs. An axis is a field of the run's configuration with the values that it takes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from smupar.lm.config.run import ModelConfig, RunConfig, changed
 from smupar.plan.settings import refuse
 
 _Item = TypeVar("_Item")
-_SMALLEST, _LARGEST = -1022, 1023  # exponents of normal floating-point numbers, which are more than any axis needs
+_SMALLEST, _LARGEST = -1022, 1023  # exponents of normal floating-point numbers, far more than an axis needs
 _MODEL = {field.name for field in dataclasses.fields(ModelConfig)}
 _FIELDS = _MODEL | {field.name for field in dataclasses.fields(RunConfig)} - {"model"}
 
@@ -30,7 +30,7 @@ def grouped(items: Iterable[_Item], key: Callable[[_Item], str]) -> list[list[_I
 
 
 def with_fields(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """The run with some fields changed; fields of the model go by their own names."""
+    """The run with some fields changed. Fields of the model are named without a prefix."""
     for name in values:
         refuse_unknown_field(name)
     return changed(config, values).normalised

@@ -1,5 +1,6 @@
-"""The state of a stack that is running: a folder with its tensors as safetensors, and ``state.json``, which names the tensors'
-file. A save writes the new tensors beside the old ones, and then replaces state.json. So one of the two states is always whole.
+"""The saved state of a running stack: a folder with its tensors as safetensors, and ``state.json``, which names the tensors'
+file. A save first writes the new tensors beside the old ones, and then replaces state.json. So there is always one complete
+state.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ STATE = "state.json"
 
 @dataclass(frozen=True)
 class SavedStack:
-    """What state.json holds."""
+    """The content of state.json."""
 
     format: str
     runs: list[str]  # their ids
@@ -44,8 +45,8 @@ class SavedStack:
 
 
 class StackState:
-    """Saves the state of one stack and reads it again. Tensors are copied at once and written by a thread, so that training
-    goes on meanwhile. ``close`` waits for that."""
+    """Saves and loads the state of one stack. Tensors are copied at once and written by a thread, so that training continues
+    meanwhile. ``close`` waits for that."""
 
     def __init__(self, study: Study, division: Division, number: int) -> None:
         self.study, self.division = study, division
@@ -80,21 +81,21 @@ class StackState:
                 other.unlink()
 
     def _wait(self) -> None:
-        """Waits for the thread. A state that could not be written is named, and training goes on."""
+        """Waits for the thread. If the state could not be written, says so, and training continues."""
         writing, self._writing = self._writing, None
         try:
             if writing is not None:
                 writing.result()
         except (OSError, SafetensorError) as error:
             warnings.warn(
-                f"the state of a stack cannot be written to {self.folder} ({error}): make room there; until then a study that "
-                "is interrupted loses what this stack does",
+                f"the state of a stack cannot be written to {self.folder} ({error}): make room there. Until then, an "
+                "interruption of the study loses the progress of this stack",
                 stacklevel=3,
             )
 
     def load(self, stack: GPTStack) -> SavedStack | None:
-        """Puts the saved state into a stack that holds the same runs and has made no step. None if there is no state, or a
-        damaged one, which is named and removed."""
+        """Puts the saved state into a stack that holds the same runs and has made no step. Returns None if there is no state. A
+        damaged state is named and removed, and counts as none."""
         if not (self.folder / STATE).exists():
             return None
         remedy = f"the {len(self.runs)} runs of this stack begin again"
@@ -121,7 +122,7 @@ class StackState:
 
 
 def read_state(folder: Path, runs: Sequence[str], *, remedy: str) -> SavedStack:
-    """The state of the stack of these runs. Raises if it is damaged, or its tensors are."""
+    """The saved state of these runs' stack. Raises if it or its tensors are damaged."""
     saved = read_record(SavedStack, folder / STATE, remedy=remedy)
     fits = saved.format == FORMAT and saved.runs == list(runs) and len(saved.progress) == len(saved.rows) == len(runs)
     refuse(not fits or Path(saved.tensors).name != saved.tensors, f"{STATE} is not the state of these runs")

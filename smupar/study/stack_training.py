@@ -1,4 +1,4 @@
-"""Trains one stack of a study to its end, from where it was interrupted, and writes the results of its runs."""
+"""Trains one stack of a study to its end, from its last save if it was interrupted, and writes the results of its runs."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from smupar.study.stack_state import StackState
 from smupar.study.stacks import Division
 from smupar.study.store import Study
 
-_LOOK_EVERY = 50  # steps after which losses of a stack are fetched from a GPU, and runs that diverged are seen
-_NUM_ROWS = 50  # rows of metrics that a run of a stack has
-_SAVE_SECONDS = 45.0  # between states of a stack; with the time of a save, less than a minute is lost
+_LOOK_EVERY = 50  # steps between looks at losses on a GPU, which also find runs that diverged
+_NUM_ROWS = 50  # rows in the metrics of a stacked run
+_SAVE_SECONDS = 45.0  # between saves of a stack; with the time that a save takes, less than a minute is lost
 
 
 def train_stack(
     study: Study, stack: GPTStack, part: Sequence[RunConfig], division: Division, number: int, progress: StudyProgress
 ) -> None:
-    """Trains the stack of this number. ``part`` are its first runs, without those that only fill it up. Results are kept of
-    those that have none yet."""
+    """Trains the stack with this number. ``part`` are its runs without the copies that fill it up. Stores the results of runs
+    that have none yet."""
     runs, steps = division.stacks[number], part[0].steps
     wanted = [n for n, run in enumerate(runs) if part[n].id == run and not study.has_ended([run])]
     state = StackState(study, division, number)
@@ -54,12 +54,12 @@ def train_stack(
         study.add(part[n], summaries[n], keeper.rows[n], traces[n] if is_measured else None)
         progress.done(summaries[n])
     state.remove()
-    if stop.requested:  # by a signal after the last step
+    if stop.requested:  # a signal came after the last step
         end_if_stopped(stop.status)
 
 
 class _StackKeeper:
-    """Holds the rows of a stack's runs until they have ended, saves its state, and shows its progress."""
+    """Keeps the metrics of a stack's runs until they end, saves the stack's state, and shows its progress."""
 
     def __init__(
         self,
@@ -78,19 +78,19 @@ class _StackKeeper:
 
     def log(self, index: int, row: Row) -> None:
         own = self.rows[index]
-        if own and own[-1]["step"] == row["step"]:  # a validation that was interrupted has been repeated
+        if own and own[-1]["step"] == row["step"]:  # an interrupted validation was repeated
             own[-1] |= row
         else:
             own.append(dict(row))
 
     def save(self, progress: Sequence[Progress]) -> None:
-        """Saves the state, unless the runs have ended: then their results are written next."""
+        """Saves the state, unless the runs have ended and their results are written next."""
         if all(run.valid_step is None for run in progress):
             self.state.save(self.stack, progress, self.rows)
 
 
 class StudyProgress:
-    """How far a study is: work done, runs done, running and diverged, and the best loss so far."""
+    """The progress of a study: work done, runs done, running and diverged, and the best loss so far."""
 
     running: Mapping[str, Sequence[Row]] = MappingProxyType({})  # the rows of runs that are trained now, by id
 
@@ -98,13 +98,13 @@ class StudyProgress:
         self.num_runs, self.num_done, self.num_running, self.num_diverged = len(configs), 0, 0, 0
         self.num_steps, self.total_steps = 0, max(1, sum(config.steps for config in configs))
         self.usual_work = sum(config.steps * _work_of_step(config) for config in configs) / self.total_steps or 1.0
-        self.work, self.weight = 0.0, 1.0  # in steps of usual runs; what a step of the runs of the moment counts
+        self.work, self.weight = 0.0, 1.0  # work in usual steps; how many of these one current step counts
         self.best: float | None = None
-        self.doing = ""  # what is done before runs are trained
+        self.doing = ""  # what happens before runs are trained
         self.ended: set[str] = set()
 
     def begin(self, config: RunConfig) -> None:
-        """Says that runs like this one are next."""
+        """Tells the display that runs like this one come next."""
         self.weight, self.doing = _work_of_step(config) / self.usual_work, ""
 
     def steps(self, num: int, running: int) -> None:
@@ -122,24 +122,24 @@ class StudyProgress:
 
     @property
     def share_done(self) -> float:
-        """Share of the work, or of the runs, where the trainer counts their steps."""
+        """The share of the work that is done, or of the runs where the trainer counts their steps."""
         if self.num_done == self.num_runs:
             return 1.0
         return min(1.0, max(self.work / self.total_steps, 0.0 if self.work else self.num_done / max(1, self.num_runs)))
 
     def status(self) -> Status:
-        """What a display shows."""
+        """The status line."""
         num_running = len(self.running.keys() - self.ended) if self.running else self.num_running
         words = [f"{self.num_done} of {self.num_runs} done", self.doing or f"{num_running} running"]
         words.append(f"{self.num_diverged} diverged")
         if self.best is not None:
             words.append(f"best {self.best:.3f}")
-        # Where there is little room, that no run diverged goes first.
+        # If there is little room, "0 diverged" is left out first.
         rank = (0, 1, 3 if self.num_diverged == 0 else 2, 2 if self.num_diverged == 0 else 3)
         return Status(self.share_done, tuple(words), rank[: len(words)])
 
 
 def _work_of_step(config: RunConfig) -> float:
-    """How long a step takes, in some unit: products of all layers, and what every product costs beside its multiplications."""
-    width, beside = config.model.width, 512  # narrow products take as long as wider ones
+    """The time of a step in arbitrary units: the products of all layers, plus a fixed cost for each product."""
+    width, beside = config.model.width, 512  # narrow products take as long as those of width 512
     return config.batch_size * config.seq_len * config.model.depth * width * (width + beside)

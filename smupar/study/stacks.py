@@ -1,8 +1,8 @@
 """Which runs of a study are trained together. This is decided once and recorded, because rounding depends on the size of a
-stack: a study that was interrupted goes on in the same stacks, and so ends with the same numbers.
+stack: an interrupted study continues in the same stacks, and so ends with the same numbers.
 
-stacks/NAME.json    a division: runs of equal shapes, in order, and how many of them are trained at once
-stacks/NAME-3/      the state of its fourth stack, while that is running (stack_state.py)
+stacks/NAME.json    a division: runs of equal shapes, in order, and how many of them train at once
+stacks/NAME-3/      the saved state of its fourth stack while that runs (stack_state.py)
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Division:
     """Runs that can be stacked, divided into stacks of equal size."""
 
     runs: tuple[str, ...]  # their ids
-    size: int  # runs of a stack; the last one is filled up. 0: the trainer runs one after the other
+    size: int  # runs in a stack; the last stack is filled with copies. 0: the trainer trains one run at a time
     own_batches: bool  # whether each run of a stack has its own batches, because seeds differ
-    device: str  # the device's name, for which the size was chosen
+    device: str  # name of the device that the size was chosen for
 
     @property
     def name(self) -> str:
@@ -45,7 +45,7 @@ class Division:
         return engine != "stacked" or self.size != 1 or len(self.runs) == 1
 
     def write(self, study: Study) -> None:
-        """Records the division. Call this before a file of its runs or stacks is written."""
+        """Records the division. Call this before any of its runs or stacks writes a file."""
         path = study.stacks / f"{self.name}.json"
         if not path.exists():
             study.stacks.mkdir(exist_ok=True)
@@ -55,14 +55,14 @@ class Division:
         return study.stacks / f"{self.name}-{number}"
 
     def forget(self, study: Study) -> None:
-        """Removes the record and the states of stacks that have not ended."""
+        """Removes the record and the saved states."""
         (study.stacks / f"{self.name}.json").unlink(missing_ok=True)
         for number in range(len(self.stacks)):
             shutil.rmtree(self.state_folder(study, number), ignore_errors=True)
 
 
 def recorded_divisions(study: Study, runs: Collection[str]) -> list[Division]:
-    """The recorded divisions that hold some of these runs. A damaged record is named and removed."""
+    """The recorded divisions that contain any of these runs. A damaged record is named and removed."""
     found = []
     for path in sorted(study.stacks.glob("*.json")):
         try:
@@ -77,21 +77,21 @@ def recorded_divisions(study: Study, runs: Collection[str]) -> list[Division]:
 
 
 def read_division(path: Path) -> Division:
-    remedy = "its runs are divided into stacks again, and may differ in the last digits from those of an uninterrupted study"
+    remedy = "those of its runs that are missing are divided into stacks again"
     division = read_record(Division, path, remedy=remedy)
     if division.size < 0 or not division.runs or path.stem != division.name:
-        raise DamagedFileError(f"{path} is damaged (it does not describe the stacks of its name): {remedy}")
+        raise DamagedFileError(f"{path} is damaged (its name does not match the stacks in it): {remedy}")
     return division
 
 
 def remove_leftovers(study: Study) -> None:
-    """Removes states of stacks whose runs have all ended, which a process leaves if it is killed right after their end."""
+    """Removes states of stacks whose runs have all ended. A process leaves them if it is killed right after the end."""
     running = set()
     for path in study.stacks.glob("*.json"):
         try:
             division = read_division(path)
         except DamagedFileError:
-            continue  # named when it is needed
+            continue  # damage is reported when the record is needed
         open_stacks = (number for number, runs in enumerate(division.stacks) if not study.has_ended(runs))
         running |= {division.state_folder(study, number) for number in open_stacks}
     for folder in study.stacks.glob("*/"):
@@ -99,6 +99,6 @@ def remove_leftovers(study: Study) -> None:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def without(runs: Sequence[str], divisions: Sequence[Division]) -> set[str]:
-    """The runs that are in none of the divisions."""
+def without(runs: Collection[str], divisions: Sequence[Division]) -> set[str]:
+    """The runs that are in no division."""
     return set(runs).difference(*(division.runs for division in divisions))

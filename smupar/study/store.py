@@ -1,11 +1,11 @@
-"""A study on disk: a folder with one folder per run, named by the run's id. A run whose summary is there is finished.
+"""A study on disk: a folder with one folder per run, named by the run's id. A run is finished once its summary is there.
 
 study.json       what the study is, and the command that made it
 data.json        checksums of the texts and traces that its runs read
 runs/<id>/       config.json, metrics.jsonl, and, last, summary.json
-planned.json, live/  what the command that is running is going to do, and its signs of life (study/live.py)
-stacks/          which runs are trained together, and the state of a stack that is running
-damaged/<id>/    folders of runs that were found damaged, and run again
+planned.json, live/  what the running command will do, and its signs of life (study/live.py)
+stacks/          which runs are trained together, and the states of running stacks
+damaged/<id>/    folders of damaged runs, which were run again
 table.csv        one row for each run; also as table.json, and as table.parquet on request
 report.html      the page, with picture.png beside it; best.json of a search
 proxy-*.trace.json  traces that runs follow
@@ -31,18 +31,19 @@ from smupar.lm.run.metrics import METRICS_FILE, Row, metrics_line
 from smupar.output.files import locked, refuse_other_files, write_atomic
 from smupar.output.json_files import DamagedFileError, printable, read_object, read_record, write_sealed
 from smupar.output.optional import optional
+from smupar.output.sums import SUMS
 from smupar.plan.settings import refuse
 from smupar.study.config import TransferConfig
 from smupar.study.space import unique
 
-if TYPE_CHECKING:  # a page of a study is drawn without torch, which takes seconds to load; runs are written with it
+if TYPE_CHECKING:  # torch takes seconds to load, and the page of a study needs none of it
     from smupar.lm.run.folder import Summary
     from smupar.updates.trace import Trace
 
 FORMAT = "smupar-study/1"
 _REMEDY = "restore it from a copy, or choose another --out"
-# A study may grow: the lists of a transfer study (values, rules, sparsities, widths), the axes of a sweep and the number of
-# seeds may grow. Finished runs stay, since they are found by their ids.
+# What may grow when a study continues: the lists of a transfer study, the axes of a sweep and the number of seeds. Finished
+# runs stay, since they are found by their ids.
 _LISTS = {item.name for item in fields(TransferConfig) if isinstance(default_of(item), tuple)}
 
 
@@ -55,14 +56,14 @@ class Result:
 
     @property
     def loss(self) -> float:
-        """What sweeps compare: the mean over the last 5 % of the steps; infinite if the run diverged."""
+        """The loss that sweeps compare: the mean over the last 5 % of the steps; infinite if the run diverged."""
         loss = self.summary.train_loss
         return float("inf") if loss is None or self.summary.status == "diverged" else loss
 
 
 @dataclass(frozen=True)
 class _Described:
-    """What study.json holds."""
+    """The content of study.json."""
 
     format: str
     version: str
@@ -71,21 +72,22 @@ class _Described:
 
 
 class Study:
-    """``with Study.open(...) as study`` is for adding runs, by one process at a time. ``Study(folder)`` is for reading."""
+    """Open it with ``with Study.open(...) as study`` to add runs; one process at a time can. ``Study(folder)`` only reads."""
 
     def __init__(self, folder: str | Path, *, keeps_weights: bool = False) -> None:
         self.folder = Path(folder)
         self.runs, self.stacks = self.folder / "runs", self.folder / "stacks"
-        self.keeps_weights = keeps_weights  # whether runs leave a checkpoint at their end
+        self.keeps_weights = keeps_weights  # whether runs save a checkpoint at their end
         self.may_write = False
-        self.damaged: dict[str, str] = {}  # ids of runs that were found damaged, and what is wrong
+        self.damaged: dict[str, str] = {}  # ids of damaged runs, and their damage
+        self._without_summary: set[str] = set()
 
     @classmethod
     @contextlib.contextmanager
     def open(
         cls, folder: str | Path, definition: dict[str, Any], command: str, *, keeps_weights: bool = False
     ) -> Iterator[Study]:
-        """Makes the folder, or goes on in it if it holds the same study of the same version."""
+        """Makes the folder, or continues in it if it holds the same study from the same version."""
         study = cls(folder, keeps_weights=keeps_weights)
         study.may_write = True
         file, is_new = study.folder / "study.json", not study.folder.exists()
@@ -101,8 +103,8 @@ class Study:
 
     @contextlib.contextmanager
     def _undone_if_nothing_ran(self, is_new: bool) -> Iterator[None]:
-        """Removes or restores the folder if a command fails before its first run. The command has a mistake, and the folder
-        must be free for the corrected one."""
+        """Removes or restores the folder if a command fails before its first run. Such a command has a mistake, and the
+        corrected one must find the folder free."""
         file, begun = self.folder / "study.json", self._begun()
         before = file.read_bytes() if file.is_file() else None
         try:
@@ -116,7 +118,7 @@ class Study:
             raise
 
     def _begun(self) -> set[Path]:
-        """What runs and stacks have left in the folder."""
+        """The files that runs and stacks have left in the folder."""
         return {*self.runs.glob("*"), *self.stacks.glob("*")}
 
     def remember(self, what: str, name: str, sha256: str) -> None:
@@ -124,13 +126,13 @@ class Study:
         checksums = self._checksums()
         refuse(
             checksums.setdefault(f"{what} {name}", sha256) != sha256,
-            f"the {what} {name!r} is not the one that {self.folder} was started with: bring that back, give it another name, "
-            "or choose another --out",
+            f"the {what} {name!r} is not the one that {self.folder} was started with: restore that one, rename this one, or "
+            "choose another --out",
         )
         write_sealed(self.folder / "data.json", checksums)
 
     def files(self, configs: Sequence[RunConfig]) -> dict[str, str]:
-        """sha256 of the texts of the study and of the traces that these runs follow."""
+        """The sha256 of each text of the study, and of each trace that these runs follow."""
         traces = {f"trace {config.portable.follow}" for config in configs}
         return {name: sha256 for name, sha256 in self._checksums().items() if name.startswith("text ") or name in traces}
 
@@ -143,7 +145,7 @@ class Study:
         return checksums
 
     def describe(self) -> dict[str, Any]:
-        """What study.json holds."""
+        """Reads study.json."""
         path = self.folder / "study.json"
         if not path.exists():
             raise FileNotFoundError(f"{self.folder} is not the folder of a study: it has no study.json")
@@ -158,7 +160,7 @@ class Study:
         return all(self._result(run) is not None for run in runs)
 
     def _result(self, run: str) -> Result | None:
-        """The result of a run; None while it has not ended. A damaged one counts as none, and is named once."""
+        """The result of a run; None until it has ended. A damaged result counts as None, and is reported once."""
         from smupar.lm.run.folder import read_config, read_summary
 
         folder = self.runs / run
@@ -168,7 +170,7 @@ class Study:
             config, summary = read_config(folder), read_summary(folder)
             assert summary is not None
             for name, own in (("config.json", config.id), ("summary.json", summary.id)):
-                refuse(own != run, f"{folder / name} is damaged (it is that of a run {own})")
+                refuse(own != run, f"{folder / name} is damaged (it belongs to run {own})")
         except (ValueError, OSError) as error:
             if run not in self.damaged:
                 self.damaged[run] = str(error)
@@ -177,7 +179,7 @@ class Study:
         return Result(config, summary)
 
     def set_aside_damaged(self, configs: Sequence[RunConfig]) -> None:
-        """Moves the folders of those runs that were found damaged away, so that they can be run again."""
+        """Moves the folders of damaged runs away, so that the runs can be run again."""
         for config in configs:
             if self.damaged.pop(config.id, None):
                 place = self.folder / "damaged" / config.id
@@ -194,16 +196,28 @@ class Study:
         summary.write(folder, trace)
 
     def results(self, configs: Sequence[RunConfig] | None = None) -> list[Result]:
-        """The results of these runs, in their order; by default, of all that have ended."""
+        """The results of these runs, in their order; by default the results of all finished runs."""
         if configs is None:
+            self._name_lost_summaries()
             every = [self._result(path.parent.name) for path in sorted(self.runs.glob("*/summary.json"))]
         else:
             every = [result and replace(result, config=config) for config in configs for result in [self._result(config.id)]]
         return [result for result in every if result is not None]
 
+    def _name_lost_summaries(self) -> None:
+        """Names runs, each once, that have ended, since their checksums are there, and have no summary."""
+        for folder in sorted(path.parent for path in self.runs.glob(f"*/{SUMS}")):
+            if folder.name not in self._without_summary and not (folder / "summary.json").exists():
+                self._without_summary.add(folder.name)
+                warnings.warn(
+                    f"run {folder.name} is left out, and the study's command runs it again: {folder / 'summary.json'} is "
+                    "missing",
+                    stacklevel=4,
+                )
+
     def trace_to_follow(self, config: RunConfig) -> Path:
-        """The file in which other runs find the trace of a finished run. It is in the study's folder, under a name made from
-        its content. Only an open study writes it; a reader only gets the name."""
+        """The file with the trace of a finished run, for other runs to follow. It lies in the study's folder, under a name made
+        from its content. An open study writes it; a study that only reads returns the name."""
         from smupar.lm.run.folder import TRACE_FILE
         from smupar.updates.trace import Trace
 
@@ -235,12 +249,12 @@ def write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def fields_of(config: RunConfig) -> dict[str, Any]:
-    """The configuration of a run as the first part of its row."""
+    """The first part of a run's row: its configuration."""
     return {"id": config.id, **flat(asdict(config.portable)), "betas": " ".join(map(str, config.betas))}
 
 
 def row_of(result: Result) -> dict[str, Any]:
-    """A run as a flat row: its configuration, then how it ended. The speed is left out, so that tables can be compared."""
+    """A run as a flat row: its configuration, then its results. The speed is left out, so that tables can be compared."""
     config, summary = result.config, result.summary
     return {
         **fields_of(config),
@@ -254,7 +268,7 @@ def row_of(result: Result) -> dict[str, Any]:
 
 
 def _has_grown(study: Study, here: dict[str, Any]) -> bool:
-    """Whether a study asks for more runs than before. Raises if it is another study."""
+    """Whether a study now has more runs than before. Raises if it is another study."""
     there = study.describe()
     refuse(
         there["format"] != FORMAT or there["version"] != here["version"],
@@ -268,7 +282,7 @@ def _has_grown(study: Study, here: dict[str, Any]) -> bool:
 
 
 def _comparable(definition: dict[str, Any]) -> dict[str, Any]:
-    """All fields by name, to compare studies. A field that was added later has the value that older runs had."""
+    """All fields by name, to compare studies. A field that the older version lacks gets the value that its runs had."""
     later = {**LATER_FIELDS, **({"depths": []} if definition.get("kind") == "transfer" else {})}
     return {**later, **flat({**definition, "axes": None}), "axes": definition.get("axes")}
 

@@ -11,7 +11,7 @@ from typing import Any
 from smupar.lm.config.run import RunConfig
 from smupar.output.json_files import as_record
 from smupar.study.curves import LOSS, Line, Panel, Point
-from smupar.study.definition import Findings, StudyDefinition, best_in_short, best_in_words, by_seeds, mean_loss
+from smupar.study.definition import Findings, Stage, StudyDefinition, best_in_short, best_in_words, by_seeds, cell, mean_loss
 from smupar.study.space import grid, refuse_unknown_field, unique
 from smupar.study.store import Result, fields_of, row_of
 
@@ -28,26 +28,31 @@ def define_sweep(run: RunConfig, axes: Mapping[str, Sequence[Any]]) -> StudyDefi
 
 
 def sweep_from_json(stored: dict[str, Any]) -> StudyDefinition:
-    """A sweep as study.json describes it. If a user's script proposed the runs, only those that exist are known."""
+    """Reads a sweep from study.json. If a user's script proposed the runs, only finished runs are known."""
     axes = as_record(dict[str, list[Any]], stored.get("axes", {}), source="axes", remedy="each has a list of values")
     for name in axes:
         refuse_unknown_field(name)
     if {"run", "axes"} <= stored.keys():
         return define_sweep(RunConfig.from_json(json.dumps(stored["run"])), axes)
+    return study_of_runs(stored, (), axes)
+
+
+def study_of_runs(stored: dict[str, Any], stages: Sequence[Stage], axes: Mapping[str, Sequence[Any]]) -> StudyDefinition:
+    """A study whose runs are not a grid: those of a script or of a reproduction. Its report draws losses over the axes."""
     title = "Runs of a reproduction" if stored.get("kind") == "reproduce" else "Study"
-    return StudyDefinition(stored, (), lambda study: _read(study.results(), axes), title=title)
+    return StudyDefinition(stored, stages, lambda study: _read(study.results(), axes), title=title)
 
 
 def _read(results: Sequence[Result], axes: Mapping[str, Sequence[Any]], proposed: Sequence[RunConfig] = ()) -> Findings:
-    headline = best_in_short(results)
-    return Findings(best_in_words(results), sweep_panels(results, axes, proposed), results, headline)
+    sentence, headline = (best_in_words(results), best_in_short(results)) if results else ("", "")
+    return Findings(sentence, sweep_panels(results, axes, proposed), results, headline)
 
 
 def sweep_panels(
     results: Sequence[Result], axes: Mapping[str, Sequence[Any]], proposed: Sequence[RunConfig] = ()
 ) -> list[Panel]:
-    """Mean loss over seeds, over the numeric axis with the most values. There is one curve for each combination of the other
-    axes. ``proposed`` are all runs of the sweep; those that have not ended are waiting."""
+    """The mean loss over seeds, drawn over the numeric axis with the most values, with one curve for each combination of the
+    other axes. ``proposed`` are all runs of the sweep; unfinished ones become waiting points."""
     axes = {name: values for name, values in axes.items() if name != "seed"}
     numeric = {name: values for name, values in axes.items() if all(type(value) in (int, float) for value in values)}
     if not numeric:
@@ -81,7 +86,7 @@ def sweep_panels(
 
 def _others(row: Mapping[str, Any], axes: Mapping[str, Sequence[Any]], axis: str) -> str:
     """The values of all axes but one, as the label of a curve."""
-    return ", ".join(f"{name} {row[name]}" for name in axes if name != axis) or "loss"
+    return ", ".join(f"{name} {cell(row[name])}" for name in axes if name != axis) or "loss"
 
 
 def _best(points: Sequence[Point]) -> float | None:

@@ -20,7 +20,7 @@ from smupar.study.comparison import as_rule, sp_init_std
 from smupar.study.config import TransferConfig
 from smupar.study.curves import LOSS, Line, Panel, Point, line_of
 from smupar.study.definition import Findings, Stage, StudyDefinition, curve_of, seeds_of, with_more_seeds
-from smupar.study.optima import STABLE, Curve, farthest_move, move_in_words, moved, shift_of, times
+from smupar.study.optima import STABLE, Curve, farthest_move, move_in_words, moved, times
 from smupar.study.space import unique, with_fields
 from smupar.study.store import Result, Study
 
@@ -31,7 +31,7 @@ _NAMES = {"lr": "learning rate", "init_std": "init std", "alpha_input": "alpha_i
 
 @dataclass(frozen=True)
 class Verdict:
-    """How far the optimum of one rule moved from the proxy to the targets."""
+    """One rule's curves on the proxy and the targets, which show how far its optimum moved."""
 
     rule: str
     proxy: Curve
@@ -43,7 +43,7 @@ class Verdict:
 
     @property
     def farthest(self) -> Curve:
-        """The deepest of the widest of the sparsest targets."""
+        """The widest among the sparsest targets, and the deepest of these."""
         return max(self.targets, key=lambda curve: (curve.sparsity, curve.width, curve.depth or 0))
 
 
@@ -71,7 +71,7 @@ def define_transfer(config: TransferConfig) -> StudyDefinition:
 
 
 def transfer_from_json(stored: dict[str, Any]) -> StudyDefinition:
-    """A transfer study as study.json describes it."""
+    """Reads a transfer study from study.json."""
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in stored.items() if name != "kind"
     }
@@ -84,14 +84,14 @@ def proposals(config: TransferConfig) -> list[RunConfig]:
 
 
 def measured_proposals(config: TransferConfig, study: Study) -> list[RunConfig]:
-    """The runs that follow the updates of the proxy at its best value, once that is known."""
+    """The runs that follow the updates of the proxy at its best value, once that value is known."""
     trace = followed_trace(config, study)
     targets = [setup for setup in _setups(config) if setup.rule == MEASURED and not setup.is_proxy]
     return _proposed(config, targets, trace) if trace else []
 
 
 def followed_trace(config: TransferConfig, study: Study) -> str | None:
-    """The trace of the proxy at its best value, if any run follows it. More values may change which is best."""
+    """The trace of the proxy at its best value, if any run follows it. Adding values to the sweep may change which is best."""
     if MEASURED not in config.rules:
         return None
     setup = _proxy(config, MEASURED)
@@ -105,7 +105,7 @@ def _proposed(config: TransferConfig, setups: Iterable[_Setup], trace: str | Non
 
 
 def analyse(config: TransferConfig, results: Iterable[Result], trace: str | None = None) -> list[Verdict]:
-    """One verdict per rule, from the results that are there; ``trace``: the one that measured updates follow."""
+    """One verdict per rule, from the results so far. ``trace`` is the trace that measured updates follow."""
     by_id = {result.config.id: result for result in results}
     verdicts = []
     for rule in config.rules:
@@ -116,7 +116,7 @@ def analyse(config: TransferConfig, results: Iterable[Result], trace: str | None
 
 
 def sentence(config: TransferConfig, verdicts: Sequence[Verdict]) -> str:
-    """The study in one sentence, with the numbers it measured, and what to doubt about them."""
+    """The findings in one sentence with their numbers, followed by the doubts."""
     name = _NAMES[config.axis]
     moves = ", ".join(f"{_whose(_title(verdict.rule))} {verdict.moved_words}" for verdict in verdicts)
     deep = "" if config.base_depth is None else f" and depth {config.base_depth}"
@@ -130,18 +130,18 @@ def sentence(config: TransferConfig, verdicts: Sequence[Verdict]) -> str:
 
 
 def doubts_about(config: TransferConfig, verdicts: Sequence[Verdict]) -> list[str]:
-    """Sentences that say where no optimum was found, or where it may lie elsewhere."""
+    """Sentences on where no optimum was found, or where it may lie beyond the grid."""
     name = _NAMES[config.axis]
     curves = [curve for verdict in verdicts for curve in (verdict.proxy, *verdict.targets)]
     lost = _named(curve for curve in curves if curve.diverged)
     edges = _named(curve for curve in curves if curve.on_edge and not curve.diverged)
-    doubts = [f"No run ended, so there is no best {name}: {lost}."] if lost else []
+    doubts = [f"Every run diverged, so there is no best {name}: {lost}."] if lost else []
     doubts += [f"On the edge of the grid, so the best may lie beyond it (more --values would tell): {edges}."] if edges else []
     return doubts
 
 
 def headline(verdicts: Sequence[Verdict], *, so_far: bool = False) -> str:
-    """How far each rule's optimum moved, in a few words. A study that is not finished is read ``so_far``."""
+    """How far each rule's optimum moved, in a few words. ``so_far`` is for an unfinished study."""
     moves = []
     for verdict in verdicts:
         curves = (verdict.proxy, *verdict.targets)
@@ -159,7 +159,7 @@ def headline(verdicts: Sequence[Verdict], *, so_far: bool = False) -> str:
 
 
 def _answer(config: TransferConfig, verdict: Verdict) -> Answer:
-    """The card of a rule: the farthest move, in octaves too, and what the proxy's optimum costs."""
+    """The card of a rule: the farthest move, also in octaves, and what the proxy's optimum costs."""
     curves = (verdict.proxy, *verdict.targets)
     factor = farthest_move(curves)
     far = _farthest_moved(verdict)
@@ -185,8 +185,7 @@ def _farthest_moved(verdict: Verdict) -> Curve:
 
 
 def _read_so_far(config: TransferConfig, study: Study) -> Findings:
-    """What can be said before all runs have ended: curves with the points that are there, and moves between the optima that are
-    settled."""
+    """The findings of an unfinished study: curves with the points so far, and moves between settled optima."""
     results = study.results()
     trace = None
     with contextlib.suppress(ValueError, OSError):  # the proxy has no best value yet
@@ -201,10 +200,17 @@ def _read_so_far(config: TransferConfig, study: Study) -> Findings:
             verdicts.append(Verdict(rule, settled[0], tuple(settled[1:])))
             panel = _with_move(panel, verdicts[-1])
         drawn.append(panel)
-    doubt = f"The optimum is not settled yet: {_named(open_setups)}." if open_setups else ""
+    doubt = _unsettled(open_setups, len(drawn) * len(drawn[0].lines)) if open_setups else ""
     first = headline(verdicts, so_far=True) or f"No optimum is known yet: {len(results)} runs have ended."
     answers, doubts = [_answer(config, verdict) for verdict in verdicts], (doubt,) if doubt else ()
     return Findings(doubt, drawn, results, first, answers, doubts)
+
+
+def _unsettled(setups: Sequence[_Setup], num_curves: int) -> str:
+    """Which optima may still move; their number, if there are many."""
+    if len(setups) > 2:
+        return f"{len(setups)} of {num_curves} optima are not settled yet."
+    return f"The optimum is not settled yet: {_named(setups)}."
 
 
 class _Ids:
@@ -221,12 +227,12 @@ class _Ids:
         return _curve(self.config, self.by_id, setup, self.trace)
 
     def is_settled(self, setup: _Setup, curve: Curve) -> bool:
-        """Whether the optimum has worse values on both sides, or all values have ended."""
+        """Whether both neighbours of the optimum are worse, or the runs of all values have ended."""
         is_complete = all(any(run.id in self.by_id for run in runs) for runs in self.runs(setup).values())
         return is_complete or not (curve.on_edge or curve.diverged)
 
     def is_known(self, setup: _Setup) -> bool:
-        """Whether the runs can be named. Those that follow a trace are known once it is."""
+        """Whether the configurations are known. Those that follow a trace are unknown until the trace exists."""
         return setup.rule != MEASURED or setup.is_proxy or self.trace is not None
 
     def runs(self, setup: _Setup) -> dict[float, list[RunConfig]]:
@@ -235,7 +241,7 @@ class _Ids:
         return {value: seeds_of(_run(config, setup, value, self.trace), config.seeds) for value in config.values}
 
     def on(self, line: Line, setup: _Setup) -> Line:
-        """The line with the ids of its runs, and with the points that are waiting."""
+        """The line with the ids of its runs, and with waiting points."""
         runs = self.runs(setup)
         points = tuple(
             replace(point, runs=tuple(run.id for run in runs[point.x] if run.id in self.by_id)) for point in line.points
@@ -266,19 +272,19 @@ def panels(config: TransferConfig, verdicts: Sequence[Verdict], ids: _Ids | None
 def _with_move(panel: Panel, verdict: Verdict) -> Panel:
     """The panel of a rule, with how far its optimum moved."""
     title = f"{_title(verdict.rule)}: best moves {verdict.moved_words}"
-    return replace(panel, title=title, shift=shift_of((verdict.proxy, *verdict.targets)))
+    return replace(panel, title=title)
 
 
 def _panel(config: TransferConfig, rule: str, curves: Sequence[Curve], ids: _Ids | None) -> Panel:
-    """The curves of one rule that are there, and, given ``ids``, the points that are waiting."""
+    """The curves of one rule so far. With ``ids`` it also has the waiting points."""
     setups = [setup for setup in _setups(config) if setup.rule == rule]
     by_setup = {None if curve.is_proxy else (curve.width, curve.sparsity, curve.depth): curve for curve in curves}
     targets = sorted((setup for setup in setups if not setup.is_proxy), key=lambda setup: (setup.width, *setup[2:]))
-    lines = []
+    lines, several = [], len({setup.width for setup in targets}) > 1
     for number, setup in enumerate([setups[0], *targets]):
-        label = f"dense proxy, width {setup.width}" if setup.is_proxy else f"width {setup.width}, sparsity {setup.sparsity:.4g}"
+        label = f"proxy, width {setup.width}" if setup.is_proxy else _size(setup, with_width=several)
         label += _deep(setup)
-        shade = max(0, number - 1) / (len(targets) - 1) if len(targets) > 1 else 1.0  # the last has its full colour
+        shade = max(0, number - 1) / (len(targets) - 1) if len(targets) > 1 else 1.0  # the last line has the full colour
         curve = by_setup.get(None if setup.is_proxy else (setup.width, setup.sparsity, setup.depth))
         line = Line(label, (), shade, dashed=setup.is_proxy) if curve is None else line_of(curve, label, shade)
         lines.append(ids.on(line, setup) if ids is not None and ids.is_known(setup) else line)
@@ -295,8 +301,13 @@ def _panel(config: TransferConfig, rule: str, curves: Sequence[Curve], ids: _Ids
     )
 
 
+def _size(setup: _Setup, *, with_width: bool) -> str:
+    size = f"sparsity {setup.sparsity:.4g}" if setup.sparsity else "dense"
+    return f"width {setup.width}, {size}" if with_width else size
+
+
 class _Setup(NamedTuple):
-    """One model under one rule: the runs of a curve, but for the swept value and the seed."""
+    """One model under one rule: everything about the runs of a curve except the swept value and the seed."""
 
     rule: str
     width: int
@@ -324,7 +335,7 @@ def _setups(config: TransferConfig) -> list[_Setup]:
     return setups
 
 
-@lru_cache(maxsize=2**16)  # a page of a study that is running asks for the same runs again and again
+@lru_cache(maxsize=2**16)  # the page of a running study needs the same configurations again and again
 def _run(config: TransferConfig, setup: _Setup, value: float, trace: str | None = None) -> RunConfig:
     """The run of a setup at one value of the axis."""
     run, rule = config.run, setup.rule
@@ -341,12 +352,12 @@ def _run(config: TransferConfig, setup: _Setup, value: float, trace: str | None 
     if rule == "sp":
         fields["init_std"] = sp_init_std(run.init_std, run.base_width, setup.width)
     if setup.depth is not None:
-        # A model of the base's depth has the fields, and the id, of a run that says nothing of depth.
+        # At the base's depth the fields of depth are left out, so that the run has the same id as one without depths.
         is_deeper = setup.depth != config.base_depth
         fields |= {"depth": setup.depth, "base_depth": config.base_depth if is_deeper else None}
         fields |= {} if is_deeper else {"depth_rule": None}
     fields |= {"width": setup.width, "sparsity": setup.sparsity}
-    return with_fields(run, fields | {config.axis: value})  # the swept value replaces an init std of SP
+    return with_fields(run, fields | {config.axis: value})  # if init_std is swept, its value replaces SP's
 
 
 def _proxy_fields(config: TransferConfig, rule: str) -> dict[str, object]:
@@ -355,7 +366,7 @@ def _proxy_fields(config: TransferConfig, rule: str) -> dict[str, object]:
 
 
 def _dense_fields(steps: int) -> dict[str, object]:
-    """A dense model has no masks to move, so its run has the fields, and the id, of a run whose masks stay."""
+    """A dense model has no masks to move. So its run gets the fields, and the id, of a run with fixed masks."""
     return {"dynamic": "none", "mask_every": RunConfig.mask_every, "steps": steps}
 
 

@@ -1,9 +1,8 @@
-"""Tuning on the small dense proxy: lr, init_std, alpha_input and alpha_output at once, by random search as in Table 3 of the
-paper or by TPE. The values that it finds hold for wide sparse models of the same rule (``--hps best.json``)."""
+"""Tunes lr, init_std, alpha_input and alpha_output together on the small dense proxy, by random search as in Table 3 of the
+paper, or by TPE. Wide sparse models of the same rule use the best values (``--hps best.json``)."""
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import sys
@@ -17,7 +16,7 @@ import numpy as np
 from smupar import __version__
 from smupar.lm.config.run import RunConfig, flat
 from smupar.output.files import write_atomic
-from smupar.output.json_files import read_object
+from smupar.output.json_files import read_object, sealed_json
 from smupar.output.optional import optional
 from smupar.output.page.document import Answer
 from smupar.plan.settings import refuse
@@ -28,18 +27,18 @@ from smupar.study.space import with_fields
 from smupar.study.store import Result, Study
 
 FORMAT = "smupar-hps/1"
-_SIZES = ("base_width", "base_depth")  # of the proxy
-_DIGITS = 6  # of a sampled value, so that its run has the same id on every machine
-_CLOSE = 0.01  # a loss this near to the best is as good
-_LEAST_SAMPLES = 16  # with fewer, what matters cannot be told
-_EDGE = 0.05  # share of a range's logarithm: a best value so near to an end may want a wider range
+_SIZES = ("base_width", "base_depth")  # sizes of the proxy
+_DIGITS = 6  # digits of a sampled value: rounded, so that its run has the same id on every machine
+_CLOSE = 0.01  # a loss this close to the best counts as equally good
+_LEAST_SAMPLES = 16  # with fewer samples nothing can be said about what matters
+_EDGE = 0.05  # share of a range's logarithm: a best value this close to an end calls for a wider range
 
 
 @dataclass(frozen=True)
 class Sensitivity:
     """How much one hyperparameter matters within its range."""
 
-    # Share of the variance of the losses' ranks that a parabola in its logarithm explains, less what chance would.
+    # Share of the variance of the losses' ranks that a parabola in its logarithm explains, corrected for chance.
     explained: float
     low: float  # the smallest value among the samples whose loss is within 1 % of the best
     high: float
@@ -47,14 +46,14 @@ class Sensitivity:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The best sample, and what the others say about it."""
+    """The best sample, and how sensitive the loss is to each hyperparameter."""
 
     config: TuneConfig
     best: Result
-    num_samples: int  # all that its folder holds: a search may have been longer before
+    num_samples: int  # all samples in the folder: an earlier search may have been longer
     num_diverged: int
     sensitivities: dict[str, Sensitivity]
-    path: Path  # of best.json
+    path: Path  # path of best.json
 
     @property
     def hps(self) -> dict[str, float]:
@@ -83,7 +82,7 @@ class Tuned:
             "num_diverged": self.num_diverged,
             "version": __version__,
         }
-        return json.dumps(
+        return sealed_json(
             {
                 "format": FORMAT,
                 **self.hps,
@@ -91,8 +90,7 @@ class Tuned:
                 "base_depth": run.base_depth or run.model.depth,
                 "source": source,
                 "sensitivity": {name: asdict(sensitivity) for name, sensitivity in self.sensitivities.items()},
-            },
-            indent=1,
+            }
         )
 
     def explain(self) -> str:
@@ -110,13 +108,15 @@ class Tuned:
             shown = "" if self.is_small else f"   {close:<20}  {sensitivity.explained:>6.0%}"
             lines.append(f"{name:<14}{value:>9.4g}{shown}{note}")
         if self.is_small:
-            lines.append(f"{self.num_samples} samples are too few to tell which of them matters (from {_LEAST_SAMPLES} on)")
+            lines.append(
+                f"{self.num_samples} samples are too few to tell which of them matters: at least {_LEAST_SAMPLES} are needed"
+            )
         return "\n".join([*lines, f"use them with --hps {self.path}"])
 
 
 def define_search(config: TuneConfig) -> StudyDefinition:
-    """Defines the search. What is stored decides which samples are drawn. It does not hold their number, nor settings that
-    random search does not use. It is flat."""
+    """Defines the search. study.json gets the settings that decide which samples are drawn, as one flat object. It gets neither
+    their number, so that a search can be extended, nor settings that only TPE uses if the method is random."""
     unused = {"num_samples", *TUNED} | ({"round_size"} if config.method == "random" else set())
     values = asdict(config)
     run = values.pop("run")
@@ -126,7 +126,7 @@ def define_search(config: TuneConfig) -> StudyDefinition:
 
 
 def search_from_json(stored: dict[str, Any]) -> StudyDefinition:
-    """A search as study.json describes it, which does not say how many samples were asked for."""
+    """Reads a search from study.json, which does not hold the number of samples."""
     return StudyDefinition(stored, (), lambda study: _read(study.results()), title="Search on the dense proxy")
 
 
@@ -145,7 +145,7 @@ def _loss(result: Result) -> float:
 
 
 def _answer(name: str, ended: Sequence[Result]) -> Answer:
-    """The card of a hyperparameter: its best value, and where other samples are as good."""
+    """The card of a hyperparameter: its best value, and the range of samples that are as good."""
     best = min(ended, key=_loss)
     close = [getattr(result.config, name) for result in ended if result.loss <= best.loss * (1 + _CLOSE)]
     near = f"{len(close)} samples lie within 1 % of the best loss, from {min(close):.3g} to {max(close):.3g}."
@@ -159,7 +159,7 @@ def _answer(name: str, ended: Sequence[Result]) -> Answer:
 
 
 def tune_panels(results: Sequence[Result]) -> list[Panel]:
-    """Loss over each hyperparameter, a point for each sample."""
+    """Loss over each hyperparameter, with one point per sample."""
     best = min(results, key=lambda result: result.loss).config
     panels = []
     for name in TUNED:
@@ -169,15 +169,16 @@ def tune_panels(results: Sequence[Result]) -> list[Panel]:
 
 
 def propose(config: TuneConfig, losses: Mapping[str, float] | None = None) -> list[RunConfig]:
-    """The samples that can be named, given the losses of finished runs by id (infinite for diverged ones). Random search names
-    all of them, TPE those up to the first round that is not finished. The same arguments give the same samples."""
+    """The samples that are known, given the losses of finished runs by id (infinite for diverged ones). Random search knows all
+    of them, TPE those up to the first unfinished round. The same arguments give the same samples."""
     if config.method == "random":
         return [_random_sample(config, index) for index in range(config.num_samples)]
     return _tpe_samples(config, losses or {})
 
 
 def _random_sample(config: TuneConfig, index: int) -> RunConfig:
-    draw = random.Random(f"{config.search_seed} {index}")  # a string is hashed, so that neighbours have nothing in common
+    # A string is hashed, so that samples with close indices are independent.
+    draw = random.Random(f"{config.search_seed} {index}")
     ranges = config.ranges.items()
     return with_fields(
         config.run, {name: _rounded(low * (high / low) ** draw.random(), low, high) for name, (low, high) in ranges}
@@ -185,7 +186,7 @@ def _random_sample(config: TuneConfig, index: int) -> RunConfig:
 
 
 def _tpe_samples(config: TuneConfig, losses: Mapping[str, float]) -> list[RunConfig]:
-    """Asks TPE for one round after the other, and tells it how each ended."""
+    """Asks TPE for one round after another, and tells it the losses of each."""
     optuna = optional("optuna", "--method tpe", "search")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     search = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=config.search_seed))
@@ -208,7 +209,7 @@ def _rounded(value: float, low: float, high: float) -> float:
 
 
 def write_best(config: TuneConfig, study: Study) -> Tuned:
-    """Writes the best sample of a search, and how sensitive the losses are, into best.json of the study's folder."""
+    """Writes the best sample and the sensitivities into best.json in the study's folder."""
     results = study.results()
     losses = [result.loss for result in results]
     refuse(
@@ -223,13 +224,13 @@ def write_best(config: TuneConfig, study: Study) -> Tuned:
 
 
 def sensitivity(values: Sequence[float], losses: Sequence[float]) -> Sensitivity:
-    """How sensitive losses are to one hyperparameter: by their ranks, because losses near divergence would drown all others."""
+    """How sensitive the loss is to one hyperparameter. It uses ranks, because losses close to divergence would dominate."""
     close = [value for value, loss in zip(values, losses, strict=True) if loss <= min(losses) * (1 + _CLOSE)]
     return Sensitivity(_explained(np.log(np.asarray(values)), _ranks(losses)), min(close), max(close))
 
 
 def _explained(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> float:
-    """The R² of a parabola, adjusted for its two coefficients; 0 where there are too few points to tell."""
+    """The R² of a parabola, adjusted for its two coefficients; 0 if there are too few points."""
     num, variance = len(x), float(y.var())
     if num < 4 or variance == 0 or np.ptp(x) == 0:
         return 0.0
@@ -256,16 +257,16 @@ def doubts(path: str | Path, *, optimizer: str, rule: str) -> list[str]:
     source, reasons = _read_best(path)["source"], []
     if source.get("optimizer", optimizer).lower() != optimizer.lower():
         reasons.append(
-            f"what {path} holds was tuned with {source['optimizer']}, this is {optimizer}: its learning rate is another"
+            f"{path} was tuned with {source['optimizer']}, this run uses {optimizer}, which needs another learning rate"
         )
-    if (source.get("rule", rule) == "sp") != (rule == "sp"):  # all other rules are the same on a dense proxy
-        reasons.append(f"what {path} holds was tuned under {source['rule']}, this is {rule}: it need not hold there")
+    if (source.get("rule", rule) == "sp") != (rule == "sp"):  # on a dense proxy all rules but SP are the same
+        reasons.append(f"{path} was tuned under {source['rule']}, this run uses {rule}: the values may not fit it")
     return reasons
 
 
 def read_hps(path: str | Path) -> dict[str, float]:
-    """The hyperparameters in a best.json, or in that of a study's folder: fields of a run, to be set together. With them come
-    base_width and base_depth, the width and depth at which they were tuned. Earlier versions did not write the depth."""
+    """Reads the hyperparameters in a best.json, given the file or its study's folder. They are fields of a run, to be set
+    together. base_width and base_depth, at which they were tuned, are among them; earlier versions did not write the depth."""
     values = _read_best(path)
     sizes = {name: int(values[name]) for name in _SIZES if name in values}
     return {**{name: float(values[name]) for name in TUNED}, **sizes}
@@ -275,7 +276,7 @@ def _read_best(path: str | Path) -> dict[str, Any]:
     file, remedy = Path(path) / "best.json" if Path(path).is_dir() else Path(path), "`smupar tune` writes it again"
     if not file.exists():
         raise FileNotFoundError(f"there is no {file}: `smupar tune` writes it when its search is done")
-    values = read_object(file, remedy=remedy)
+    values = read_object(file, remedy=remedy, may_be_edited=True)
     refuse(
         values.get("format") != FORMAT,
         f"{file} was not written by `smupar tune` of this version: it does not say {FORMAT}",

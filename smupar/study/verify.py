@@ -1,4 +1,4 @@
-"""``smupar verify``: compares a folder of any kind with its checksums. A study is looked at run by run."""
+"""``smupar verify``: compares a folder of any kind with its checksums. A study is checked run by run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _RESTORE = "restore it from a copy"
 
 
 def verify(path: Path) -> Inspection:
-    """Reads everything in a folder, or the file of a trace, and says what is wrong."""
+    """Reads everything in a folder, or the file of a trace, and reports damage."""
     with inspecting(path) as found:
         if (path / "study.json").exists():
             _inspect_study(path, found)
@@ -35,7 +35,7 @@ def _inspect_study(path: Path, found: Inspection) -> None:
     for run in sorted(study.runs.glob("*")):
         config = inspect_run(run, found)
         if config is not None and config.id != run.name:
-            found.wrong.append(f"{run}: config.json is of another run ({config.id})")
+            found.wrong.append(f"{run}: config.json belongs to another run ({config.id})")
     if (path / "data.json").exists() or any(study.runs.glob("*")):
         with found.part():
             _inspect_texts(study, found)
@@ -45,15 +45,18 @@ def _inspect_study(path: Path, found: Inspection) -> None:
             content = hashlib.sha256(Trace.load(file).to_json().encode()).hexdigest()
             found.json_file(file)
             if file.name != f"proxy-{content[:8]}.trace.json":
-                found.wrong.append(f"{file} is not the trace that it was named after")
-    for name in ("table.json", "best.json"):
-        if (path / name).exists():
-            with found.part():
-                read_json(path / name, remedy="run the study's command again, which writes it")
+                found.wrong.append(f"{file} does not hold the trace of its name")
+    again = "run the study's command again, which writes it"
+    with found.part():
+        if (path / "table.json").exists():
+            read_json(path / "table.json", remedy=again)
+    with found.part():
+        if (path / "best.json").exists():
+            read_object(path / "best.json", remedy=again, may_be_edited=True)
 
 
 def _inspect_stacks(study: Study, found: Inspection) -> None:
-    """Looks at what an interrupted study goes on from."""
+    """Checks the states from which an interrupted study continues."""
     states = {folder for folder in study.stacks.glob("*/") if (folder / STATE).exists()}
     for file in sorted(study.stacks.glob("*.json")):
         with found.part():
@@ -80,7 +83,7 @@ def _inspect_state(folder: Path, runs: Sequence[str], found: Inspection) -> None
 
 
 def _inspect_texts(study: Study, found: Inspection) -> None:
-    """Traces that lie in the study's folder must be those that its runs followed."""
+    """Checks that the traces in the study's folder are those that its runs followed."""
     for name, sha256 in read_object(study.folder / "data.json", remedy=_RESTORE).items():
         what, _, file = name.partition(" ")
         path = study.folder / file

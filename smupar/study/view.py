@@ -1,8 +1,8 @@
-"""A study as its page shows it, finished or not: the document of its folder.
+"""Makes the document that the page of a study shows, whether the study is finished or not.
 
-A study that is running writes a run's summary last, so what has a summary is whole, and everything else is waiting, running or
-left by a process that has ended. Each finished run is read once; a view of a large study is then as fast as the runs that
-have ended since. Half-written and damaged files count as not there.
+A running study writes each run's summary last. So a run with a summary is complete, and any other run is waiting, running, or
+was left by a process that has ended. Each finished run is read only once; after that a refresh reads only the runs that have
+ended since. Half-written and damaged files are ignored.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from smupar.lm.config.run import LATER_FIELDS, ModelConfig, RunConfig, flat
 from smupar.lm.run.metrics import METRICS_FILE, read_rows
-from smupar.output.json_files import WRONG_TYPES, DamagedFileError, printable, read_object
+from smupar.output.json_files import WRONG_TYPES, DamagedFileError, as_record, printable, read_object
 from smupar.output.page import write_page
 from smupar.output.page.document import Chart, Document, PageProgress, PageTable, finite, thinned
 from smupar.plan.settings import refuse
 from smupar.rules import get_rule
-from smupar.study.curves import chart_of
+from smupar.study.curves import Panel, chart_of
 from smupar.study.definition import Findings, StudyDefinition, varied_columns
 from smupar.study.live import Signs, read_planned, read_signs, repeated
 from smupar.study.space import unique
@@ -37,17 +37,17 @@ from smupar.study.tune import search_from_json
 if TYPE_CHECKING:
     from smupar.lm.run.folder import Summary
 
-# Makes a study again from study.json, by the kind that it names. Any other kind is read as a sweep without axes.
+# Readers of study.json by kind. Any other kind is read as a sweep without axes.
 FROM_JSON: dict[str, Callable[[dict[str, Any]], StudyDefinition]] = {
     "sweep": sweep_from_json,
     "transfer": transfer_from_json,
     "tune": search_from_json,
 }
 _REFRESH_SECONDS = 10.0
-_MOST_CURVES, _MOST_POINTS = 300, 40  # loss curves inside a page
-# Columns of a table that say how a run went, after those that say what it is.
+_MOST_CURVES, _MOST_POINTS = 300, 40  # loss curves in a page, and points in each
+# Columns of the table with a run's results. They follow those of its configuration.
 _ENDS = ("loss", "valid_loss", "steps_done", "tokens_per_second", "seconds", "device")
-_FIRST = ("rule", "sparsity", "width", "depth", "lr")  # the most important of the columns that vary
+_FIRST = ("rule", "sparsity", "width", "depth", "lr")  # the most important columns, if they vary
 
 
 def definition_of(study: Study) -> StudyDefinition:
@@ -63,6 +63,14 @@ def definition_of(study: Study) -> StudyDefinition:
         ) from error
 
 
+def _nothing_found(read: Callable[[Study], Findings], study: Study) -> Findings:
+    """The findings before any run has ended: only charts with waiting points, if these can be drawn."""
+    panels: Sequence[Panel] = ()
+    with contextlib.suppress(ValueError):
+        panels = read(study).panels
+    return Findings("", panels, (), "No run has ended yet.")
+
+
 def left_out(study: Study) -> str:
     """A sentence that names runs whose files are damaged."""
     if not study.damaged:
@@ -73,30 +81,30 @@ def left_out(study: Study) -> str:
 
 
 def mixed_decay(results: Sequence[Result]) -> str:
-    """A sentence if runs have weight decay of different kinds. Their losses do not compare like with like."""
+    """A warning if runs have different kinds of weight decay, so that their losses cannot be compared."""
     kinds = Counter(result.config.decay for result in results if result.config.weight_decay)
     if len(kinds) < 2:
         return ""
     counts = ", ".join(f"{kind} in {count}" for kind, count in sorted(kinds.items()))
     return (
-        f"This study mixes decay conventions (runs: {counts}). Coupled decay shrinks weights by more where a rule raises their "
-        "learning rate, so compare runs of one kind."
+        f"This study mixes decay conventions (runs: {counts}). Coupled decay shrinks weights more where a rule raises their "
+        "learning rate, so compare only runs of one kind."
     )
 
 
 @contextlib.contextmanager
 def refreshed(study: Study, definition: StudyDefinition) -> Iterator[None]:
-    """Writes the page of a study again and again during a block."""
+    """Keeps the page of a study up to date during a block."""
     view = StudyView(study.folder, definition)
     with repeated(lambda: write_page(study.folder / "report.html", view.document()), every=_REFRESH_SECONDS):
         yield
 
 
 class StudyView:
-    """Reads a study's folder; ``document()`` is what its page shows now."""
+    """Reads a study's folder. ``document()`` is the current content of its page."""
 
     def __init__(self, folder: Path, definition: StudyDefinition | None = None) -> None:
-        """``definition``: that of the command that runs the study. By default it is made again from study.json."""
+        """``definition`` is the definition from the command that runs the study. By default it is read from study.json."""
         self.study = _RememberedStudy(folder)
         self._given, self._definition = definition, definition
         self._described: dict[str, Any] = {}
@@ -104,7 +112,7 @@ class StudyView:
         self._metrics: dict[str, list[list[float | None]]] = {}
 
     def document(self, *, with_curves: bool = True) -> Document:
-        """With ``with_curves``, the loss curves of runs are part of it."""
+        """The current document, with the loss curves of runs if ``with_curves``."""
         self._refresh()
         signs, waiting = read_signs(self.study.folder), self._waiting()
         results = self.study.results()
@@ -136,12 +144,12 @@ class StudyView:
 
     @property
     def version(self) -> tuple[object, ...]:
-        """Changes when a run ends or the study grows; live losses are not in it."""
+        """Changes when a run ends or the study grows, but not with live losses."""
         self._refresh()
         return len(self.study.ended), json.dumps(self._described)
 
     def curve(self, run: str) -> list[list[float | None]]:
-        """Step, loss and validation loss of a run, from its metrics or from what its process says at the moment."""
+        """Step, loss and validation loss of a run, from its metrics or from its process's sign of life."""
         if run in self.study.ended and run not in self._metrics:
             self._metrics[run] = read_metrics(self.study.runs / run)
         return (
@@ -156,17 +164,18 @@ class StudyView:
             self._definition = self._given or definition_of(self.study)
 
     def _read(self, waiting: Iterable[str]) -> tuple[Findings, list[Chart]]:
-        """What the study found, and its charts; those of the last time if no run has ended since."""
+        """The findings and charts of the study. They are read again only if a run has ended since."""
         state = len(self.study.ended), sorted(waiting), self._described
         if self._found is None or self._found[0] != state:
-            definition, findings = self.definition, Findings("", (), (), "No run has ended yet.")
-            if self.study.ended:
-                findings = (definition.read_so_far or definition.read)(self.study) if state[1] else definition.read(self.study)
+            definition = self.definition
+            read = (definition.read_so_far or definition.read) if state[1] else definition.read
+            findings = read(self.study) if self.study.ended else _nothing_found(read, self.study)
             self._found = state, findings, [chart_of(panel) for panel in findings.panels]
         return self._found[1:]
 
     def _waiting(self) -> dict[str, dict[str, Any]]:
-        """The rows of runs that have not ended, by id: what the running command plans, or what the definition asks for."""
+        """The rows of unfinished runs by id: those that the running command plans, or else those that the definition
+        proposes."""
         planned = read_planned(self.study.folder)
         if planned is None:
             planned = {}
@@ -188,7 +197,7 @@ class StudyView:
         return [row | {"rule": _shown_rule(row, shared)} for row in rows]
 
     def _curves(self, rows: Sequence[Mapping[str, Any]], signs: Signs) -> dict[str, list[list[float | None]]]:
-        """The loss curves of running runs and of the best ones, thinned, for a page that has no server."""
+        """The thinned loss curves of running runs and of the best ones, for a page without a server."""
         ranked = sorted(
             rows, key=lambda row: (row["state"] not in ("running", "stalled"), row["loss"] is None, row["loss"] or 0)
         )
@@ -197,12 +206,12 @@ class StudyView:
 
 
 class _RememberedStudy(Study):
-    """A study that reads each finished run once; what it says is as of the last ``refresh``."""
+    """A study that reads each finished run only once. Its content is that of the last ``refresh``."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.ended: dict[str, Result] = {}
-        self.rows: dict[str, dict[str, Any]] = {}  # as the page shows them, but for their rule
+        self.rows: dict[str, dict[str, Any]] = {}  # the rows of the page, except for the rule
 
     def refresh(self) -> None:
         for path in self.runs.glob("*"):
@@ -231,7 +240,7 @@ def result_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
 
 
 def _row(fields: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
-    """What a run is, then how it went."""
+    """The row of a run: its configuration, then its results."""
     return {
         **fields,
         "loss": finite(summary["train_loss"]),
@@ -244,23 +253,41 @@ def _row(fields: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any
     }
 
 
+@dataclass(frozen=True)
+class _Shown:
+    """The fields of a ``Summary`` that a page shows."""
+
+    id: str
+    status: str
+    steps: int
+    num_parameters: int
+    sparsity: float
+    train_loss: float | None
+    valid_loss: float | None
+    seconds: float
+    tokens_per_second: float
+    device: str
+
+
 def _read_run(folder: Path) -> tuple[Result, dict[str, Any]]:
-    """A finished run, and its row. Its summary is read as plain values: the module of ``Summary`` needs torch, which takes
-    seconds to load, and a page has to open at once."""
+    """A finished run and its row. Its summary is read as plain values, because the module of ``Summary`` imports torch, which
+    takes seconds, and a page has to open at once."""
     remedy = "start the study's command again"
     values, summary = (read_object(folder / name, remedy=remedy) for name in ("config.json", "summary.json"))
-    # Types are not checked field by field, as from_json does: the id, which is compared next, covers every field.
+    shown = {name: summary[name] for name in _Shown.__annotations__ if name in summary}
+    as_record(_Shown, shown, source=str(folder / "summary.json"), remedy=remedy)
+    # Unlike from_json this does not check the types of fields: the id, which is compared next, covers every field.
     model, betas = ModelConfig(**values["model"]), tuple(values["betas"])
     config = RunConfig(**{**values, "model": model, "betas": betas}).normalised
     for name, run in (("config.json", config.id), ("summary.json", summary["id"])):
-        refuse(run != folder.name, f"{folder / name} is damaged (it is that of a run {run})")
-    fields = LATER_FIELDS | flat(values) | {"id": folder.name, "betas": " ".join(map(str, config.betas))}
-    row = _row(fields | {"follow": config.portable.follow}, summary)
+        refuse(run != folder.name, f"{folder / name} is damaged (it belongs to run {run})")
+    described = LATER_FIELDS | flat(values) | {"id": folder.name, "betas": " ".join(map(str, config.betas))}
+    row = _row(described | {"follow": config.portable.follow}, summary)
     return Result(config, cast("Summary", SimpleNamespace(**summary))), row
 
 
 def read_metrics(folder: Path) -> list[list[float | None]]:
-    """Step, loss and validation loss by the lines of metrics.jsonl; lines that are damaged or being written are left out."""
+    """Step, loss and validation loss from the lines of metrics.jsonl, without lines that are damaged or half written."""
     try:
         rows = read_rows(folder / METRICS_FILE)
     except OSError:
@@ -269,10 +296,10 @@ def read_metrics(folder: Path) -> list[list[float | None]]:
 
 
 def table_of(rows: Sequence[Mapping[str, Any]]) -> PageTable | None:
-    """The columns in which runs differ, and how they went; None without rows."""
+    """The table of runs: the columns in which they differ, and their results; None without rows."""
     if not rows:
         return None
-    names = list(dict.fromkeys(name for row in rows for name in row))  # runs of another version may lack some
+    names = list(dict.fromkeys(name for row in rows for name in row))  # runs of other versions may lack some columns
     found = varied_columns([{name: row.get(name) for name in names} for row in rows], ("id", "state", *_ENDS))
     varied = sorted(found, key=lambda name: (_FIRST.index(name) if name in _FIRST else 99, name == "seed"))
     columns = ["id", "state", *varied, *(name for name in _ENDS if name != "device" or _num(rows, "device") > 1)]

@@ -1,4 +1,4 @@
-"""The entropy of attention, where it can be seen: in torch's scaled dot product attention and in softmaxes over keys."""
+"""The entropy of attention, seen in torch's scaled dot product attention and in softmaxes over keys."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.overrides import TorchFunctionMode
 
 from smupar.updates.probe import spread
 
-_QUERIES = 64  # of the first sequence, in each head
+_QUERIES = 64  # queries of the first sequence, in each head
 _SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
 
 
 class AttentionWatch:
-    """Watches the forward passes of a model at steps that are due, without changing them."""
+    """Watches the forward passes of a model at due steps, without changing them."""
 
     def __init__(self, model: nn.Module, is_due: Callable[[], bool]) -> None:
         self.is_due = is_due
@@ -53,7 +53,7 @@ class AttentionWatch:
 
 
 class _Watching(TorchFunctionMode):
-    """While it is entered, calls of attention leave their entropy."""
+    """While active, records the entropy of each call of attention."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Measures updates at ``optimizer.step()``, to record them or to follow those of another run."""
+"""Measures updates at ``optimizer.step()``, to record them or to follow another run's."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from smupar.plan.plan import Plan
 from smupar.plan.settings import refuse
 from smupar.rules import DEPTH_MUP
 from smupar.updates.probe import LayerProbe, exact, refuse_measured, remove_copied_probes
-from smupar.updates.trace import Trace, TraceReader, averages_after, clamped, is_measured
+from smupar.updates.trace import LAW, Trace, TraceReader, averages_after, clamped
 
 
 class UpdatesWarning(UserWarning):
-    """A trace is doubtful, or cannot be followed fully."""
+    """A trace is doubtful, or can be followed only in part."""
 
 
 class Meter:
-    """Looks at hidden layers before and after some steps of the optimizer. Subclasses say at which steps, and what to do."""
+    """Looks at hidden layers before and after some steps of the optimizer. Subclasses choose the steps and the measurements."""
 
-    what = "updates of this model are measured"  # already, if there is a second one
+    what = "updates of this model are measured"  # completes the error about a second meter: "... already"
     called = "record_updates and follow_updates"
-    buffer = "smupar_input"  # where inputs of layers are kept, beside their weights
+    buffer = "smupar_input"  # suffix of the buffer for a layer's inputs, beside its weight
 
     def __init__(self, model: nn.Module, plan: Plan, optimizer: Any) -> None:
-        """Refuses what cannot be measured, and changes nothing."""
+        """Refuses models that cannot be measured. Changes nothing; ``install`` does."""
         self.model, self.plan = unwrapped(model), plan
         self.optimizers = optimizers(optimizer)
         check_parameterized(self.model, "first, and build the optimizer from param_groups")
@@ -55,7 +55,7 @@ class Meter:
         used = {optimizer_of[id(weight.parameter)] for weight in trained.values()}
         self.optimizer_names = "+".join(name_of(each).lower() for each in self.optimizers if each in used)
         self.cautions: list[str] = []
-        self.step, self.num_missing = 0, len(self.optimizers)  # optimizers that have not made this step yet
+        self.step, self.num_missing = 0, len(self.optimizers)  # num_missing: optimizers that have not made this step yet
 
     def install(self) -> None:
         remove_copied_probes(self.model)
@@ -75,7 +75,7 @@ class Meter:
 
     @property
     def is_due(self) -> bool:
-        """Whether the next step, or the one that is being made, is looked at."""
+        """Whether the current or next step is looked at."""
         raise NotImplementedError
 
     def groups(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
@@ -87,7 +87,7 @@ class Meter:
         raise NotImplementedError
 
     def measure(self, optimizer: torch.optim.Optimizer, groups: Mapping[str, Mapping[str, Any]]) -> None:
-        """Measures the layers of an optimizer that were looked at, after its update."""
+        """Measures, after an optimizer's update, its layers that were looked at."""
         raise NotImplementedError
 
     def end_step(self) -> None:
@@ -119,7 +119,7 @@ class Meter:
             self.num_missing = len(self.optimizers)
 
     def change(self, optimizer: torch.optim.Optimizer, name: str, group: Mapping[str, Any]) -> Tensor:
-        """The change of a layer's output by the update, without what decoupled weight decay did."""
+        """The change of a layer's output by the update, without decoupled weight decay."""
         return self.probes[name].change(decayed_share(optimizer, group))
 
     def refuse_unseen(self, name: str) -> None:
@@ -127,39 +127,41 @@ class Meter:
 
 
 def decayed_share(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> float:
-    """The share of a weight that decoupled weight decay takes in one step."""
+    """The share of a weight that decoupled weight decay removes in one step."""
     return float(group["lr"]) * group["weight_decay"] if decouples_decay(optimizer, group) else 0.0
 
 
 class _UpdateMeter(Meter):
-    """Measures what each step of the optimizer did to every hidden layer's output."""
+    """Measures the effect of each step on every hidden layer's output."""
 
     def __init__(self, model: nn.Module, plan: Plan, optimizer: Any, period: int | None) -> None:
-        """``period``: steps after which the run starts again."""
+        """``period`` is the number of steps after which the run starts again."""
         super().__init__(model, plan, optimizer)
         self.period = period
         if self.unmeasured:
             self.cautions.append(
                 f"{len(self.unmeasured)} hidden weights cannot be measured ({', '.join(self.unmeasured[:3])}): their layers "
-                "are neither linear nor convolutions, or no optimizer has them. They keep the plan's factor."
+                "are neither linear nor convolutions, or they are in no optimizer. They keep the plan's factor."
             )
         self.trace = Trace(shapes={name: plan[name].shape for name in self.names}, optimizer=self.optimizer_names)
-        # Of a measured step: RMS of the change of a layer's output over the layer's learning rate, and that rate over the base.
+        # For a measured step: RMS of the change of a layer's output over the layer's learning rate, and that rate over the base
+        # rate.
         self.gains: dict[str, float] = {}
         self.factors: dict[str, float] = {}
 
     def install(self) -> None:
-        self.rates = layer_rates(self.model, self.plan, self.optimizers)  # the last to refuse, before it changes anything
+        # refuses before it changes anything, as the last check
+        self.rates = layer_rates(self.model, self.plan, self.optimizers)
         super().install()
 
     @property
     def place(self) -> int:
-        """The number of the step, which starts again at 0 after each period."""
+        """The number of the step in its period."""
         return self.step % self.period if self.period else self.step
 
     @property
     def is_due(self) -> bool:
-        return is_measured(self.place)
+        return LAW.is_measured(self.place)
 
     def groups(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
         return group_of_weight(optimizer)
@@ -170,7 +172,7 @@ class _UpdateMeter(Meter):
 
     def measure(self, optimizer: torch.optim.Optimizer, groups: Mapping[str, Mapping[str, Any]]) -> None:
         """Records gains and factors."""
-        # (layers, 2): the sum of the squares of an output's change, and of how many numbers
+        # (layers, 2): sum of squares of an output's change, and number of entries
         sums = torch.stack([self._squares(optimizer, name, group) for name, group in groups.items()]).double()
         if num_ranks() > 1:
             dist.all_reduce(sums)
@@ -186,7 +188,7 @@ class _UpdateMeter(Meter):
         return torch.stack([change.square().sum(), change.new_tensor(float(change.numel()))])
 
     def end_step(self) -> None:
-        if self.is_due and self.gains.keys() == self.probes.keys():  # else the learning rate was 0
+        if self.is_due and self.gains.keys() == self.probes.keys():  # they differ if the learning rate was 0
             self.trace.add(self.step, {name: gain * self.factors[name] for name, gain in self.gains.items()})
             self.follow()
         self.gains, self.factors = {}, {}
@@ -207,11 +209,11 @@ class _UpdateMeter(Meter):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.step = state["step"]
-        vars(self.trace).update(vars(Trace.from_json(state["trace"])))  # the one that was handed out goes on
+        vars(self.trace).update(vars(Trace.from_json(state["trace"])))  # in place, since the user holds this trace
 
 
 class Recorder(_UpdateMeter):
-    """What ``record_updates`` returns. As a context manager it returns the trace, and removes its hooks at the end."""
+    """The result of ``record_updates``. As a context manager it gives the trace, and removes its hooks at the end."""
 
     def __enter__(self) -> Trace:
         return self.trace
@@ -221,11 +223,11 @@ class Recorder(_UpdateMeter):
 
 
 def record_updates(model: nn.Module, plan: Plan, optimizer: Any, *, period: int | None = None) -> Recorder:
-    """Records, while the proxy trains, what each update does to every hidden layer's output.
+    """Records the effect of each update on every hidden layer's output while the proxy trains.
 
     ``with record_updates(model, plan, optimizer) as trace: ...train...`` and then ``trace.save("proxy.trace.json")``. Call it
-    after ``param_groups`` and before a scheduler, DDP and torch.compile. The training itself is not changed. ``period`` is as
-    in ``follow_updates``.
+    after ``param_groups`` and before a scheduler, DDP and torch.compile. This does not change the training. ``period`` is as in
+    ``follow_updates``.
     """
     recorder = Recorder(model, plan, optimizer, period)
     _start(recorder)
@@ -233,7 +235,7 @@ def record_updates(model: nn.Module, plan: Plan, optimizer: Any, *, period: int 
 
 
 class Follower(_UpdateMeter):
-    """What ``follow_updates`` returns: ``trace`` is the target's own trace, ``proxy`` is the trace that it follows."""
+    """The result of ``follow_updates``: ``trace`` is the target's own trace, ``proxy`` the trace that it follows."""
 
     def __init__(
         self, model: nn.Module, plan: Plan, optimizer: Any, trace: Trace, steps: int | None, period: int | None
@@ -245,8 +247,8 @@ class Follower(_UpdateMeter):
         self.cautions += self.reader.cautions
         if trace.optimizer != self.trace.optimizer:
             self.cautions.append(
-                f"the trace was recorded with {trace.optimizer}, this is {self.trace.optimizer}: updates of two optimizers "
-                "grow differently over a run"
+                f"the trace was recorded with {trace.optimizer}, but this is {self.trace.optimizer}: updates of two "
+                "optimizers develop differently over a run"
             )
 
     def _forget_averages(self) -> None:
@@ -258,13 +260,13 @@ class Follower(_UpdateMeter):
         self.averages, ratios = averages_after(self.averages, wanted, gains)
         for name, ratio, factor in zip(self.names, ratios.tolist(), clamped(ratios).tolist(), strict=True):
             if math.isnan(ratio):
-                continue  # the factor stays
+                continue  # not usable, so the factor stays
             self.rates.measured[name] = factor
             if factor != ratio and not self.has_warned:
                 self.has_warned = True
                 warnings.warn(
-                    f"the factor on the learning rate of {name!r} would be {ratio:.3g} and is held at {factor:g}: "
-                    "is the trace of this model and optimizer?",
+                    f"the factor on the learning rate of {name!r} would be {ratio:.3g}, and is held at {factor:g}: does the "
+                    "trace belong to this model and optimizer?",
                     UpdatesWarning,
                     stacklevel=2,
                 )
@@ -299,23 +301,23 @@ def follow_updates(
     steps: int | None = None,
     period: int | None = None,
 ) -> Follower:
-    """Sets each hidden layer's learning rate, step by step, so that an update does as much as it did in the proxy.
+    """Sets each hidden layer's learning rate, step by step, so that updates have the same effect as in the proxy.
 
     trace   trace of the proxy, or the file that holds it
-    steps   length of this run; default the length of the proxy's run. If it differs, first steps are compared with first
-            steps by their number, and the last step with the last.
-    period  for runs that start again after so many steps, as in the rounds of IMP; the trace starts again with them
+    steps   length of this run, by default that of the proxy's run. If it differs, the first steps correspond by their number,
+            and the last step to the last.
+    period  number of steps after which the run starts again, as in the rounds of IMP; the trace then starts again too
 
     Call it after ``param_groups`` and before a scheduler, DDP and torch.compile, then train as usual. Use a plan of SmuPar: its
-    init stays, and so do its learning rates for everything that is not hidden. With GMP the measured learning rates replace its
-    density correction.
+    init is kept, and so are its learning rates for parameters that are not hidden. With GMP the measured learning rates replace
+    the density correction.
     """
     read = trace if isinstance(trace, Trace) else Trace.load(trace)
     num_deeper = sum(row.role == "hidden" and row.depth_mult != 1 for row in plan)
     refuse(
         plan.depth == DEPTH_MUP.name and num_deeper > len(read.effects),
-        f"the trace has {len(read.effects)} layers and the model {num_deeper} in deeper blocks: under depth-muP an update "
-        "should do less in each of them than in the proxy, which a trace does not say. Use depth='completep', or record the "
+        f"the model has {num_deeper} layers in lists that are deeper than the base's: under depth-muP updates should have "
+        "less effect in each of them than in the proxy, which a trace does not say. Use depth='completep', or record the "
         "trace at this depth",
     )
     follower = Follower(model, plan, optimizer, read, steps, period)
@@ -325,7 +327,7 @@ def follow_updates(
 
 def _start(meter: Meter) -> None:
     for caution in meter.cautions:
-        warnings.warn(caution, UpdatesWarning, stacklevel=3)  # first, since a user may have made it an error
+        warnings.warn(caution, UpdatesWarning, stacklevel=3)  # first of all, since warnings may be errors
     meter.install()
 
 

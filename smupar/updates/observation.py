@@ -1,4 +1,4 @@
-"""What ``observe`` records: sizes at hidden layers, at some steps of a run."""
+"""The record of ``observe``: sizes of hidden layers, at some steps of a run."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from smupar.output.tables import aligned
 from smupar.plan.settings import refuse
 
 FORMAT = "smupar-observation/1"
-OBSERVED_FILE = "observed.json"  # its usual name
+OBSERVED_FILE = "observed.json"  # usual file name
 Y, GRAD_X, DY = "Y", "grad X", "dY"
 WEIGHTS, TOP, ALIGNMENT, ENTROPY = "weights", "top singular value", "alignment", "attention entropy"
 LR, DECAY, MOVED = "LR", "LR times decay", "moved"
 _REMEDY = "record one with smupar.observe"
-LATE = 0.8  # the share of a run after which it is late
-_LARGEST_KAPPA = 1e9  # from here on an update counts as random altogether
-_SHOWN = 8  # looks in the printed table
+LATE = 0.8  # the late part of a run starts at this share of it
+_LARGEST_KAPPA = 1e9  # for an update that is completely random
+_SHOWN = 8  # number of looks in the printed table
 
 
 def is_looked_at(step: int, last: int | None = None) -> bool:
-    """Whether a step, counted from 1, is looked at: the powers of the square root of 2, rounded, the last step, and that at
-    four fifths of the run."""
+    """Whether to look at a step, counted from 1: at rounded powers of sqrt(2), at the last step, and at four fifths of the
+    run."""
     return step in (last, last and int(LATE * last)) or step == round(2 ** (round(2 * math.log2(step)) / 2))
 
 
@@ -40,7 +40,7 @@ class Observation:
     at          steps that were looked at, counted from 1
     sizes       quantity -> layer -> a number for each look; not finite if it could not be measured
     per_neuron  layer -> kept weights per neuron, as planned
-    unmeasured  hidden weights that are not looked at: their layers are neither linear nor convolutions, or are not trained
+    unmeasured  hidden weights that are not observed: their layers are neither linear nor convolutions, or are not trained
     """
 
     num_steps: int = 0
@@ -60,7 +60,7 @@ class Observation:
 
     @property
     def diverged_at(self) -> int | None:
-        """The first look at which an output was not a finite number although it was measured before."""
+        """The step of the first look at which no measured output was finite."""
         for index, step in enumerate(self.at):
             looks = [values[index] for values in self.sizes.get(Y, {}).values()]
             if looks and not any(map(math.isfinite, looks)):
@@ -69,7 +69,7 @@ class Observation:
 
     @property
     def unseen(self) -> dict[str, list[str]]:
-        """Quantity -> layers in which it was never seen."""
+        """Quantity -> layers for which it was never measured."""
         never = {
             quantity: [name for name, values in rows.items() if not any(map(math.isfinite, values))]
             for quantity, rows in self.sizes.items()
@@ -77,10 +77,11 @@ class Observation:
         return {quantity: names for quantity, names in never.items() if names}
 
     def kappa(self) -> float:
-        """How many inputs of a neuron must agree before the part of an update on which they agree counts as much as the rest.
+        """The number of weights of a neuron that must agree before their common part of an update counts as much as the rest.
 
-        If that part adds up like n and the rest like sqrt(n), the square of the alignment is (n + kappa) / (1 + kappa), with n
-        kept weights per neuron. It is averaged over the steps of the run, and kappa is the median over layers.
+        If the common part adds up like n and the rest like sqrt(n), where n is the number of kept weights per neuron, then the
+        square of the alignment is (n + kappa) / (1 + kappa). The square is averaged over the steps of the run, and kappa is the
+        median over layers.
         """
         rows = self.sizes.get(ALIGNMENT, {})
         found = [_kappa(self.per_neuron[name], self._mean_square(values)) for name, values in rows.items()]
@@ -89,7 +90,7 @@ class Observation:
         return median(found)
 
     def _mean_square(self, values: Sequence[float]) -> float:
-        """The mean square over steps. Each look counts for the steps that are nearest to it."""
+        """The mean square over steps. Each look stands for the steps that are nearest to it."""
         ends = [self.at[0] - 0.5, *((a + b) / 2 for a, b in pairwise(self.at)), self.num_steps + 0.5]
         pairs = [(value**2, end - start) for value, (start, end) in zip(values, pairwise(ends), strict=True)]
         finite = [(square, share) for square, share in pairs if math.isfinite(square)]
@@ -97,7 +98,7 @@ class Observation:
         return sum(square * share for square, share in finite) / total if total > 0 else math.nan
 
     def __str__(self) -> str:
-        """A table of geometric means over layers, at some of the looks, and what was not seen."""
+        """A table of geometric means over layers, at some of the looks, and a list of what was not measured."""
         chosen = _spread(range(len(self.at)), _SHOWN)
         lines = [["step", *(str(self.at[index]) for index in chosen)]]
         for quantity, rows in self.sizes.items():
@@ -118,16 +119,16 @@ class Observation:
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "this text") -> Observation:
-        """The observation that ``to_json`` or ``save`` wrote. ``source`` is for errors."""
+        """Reads what ``to_json`` or ``save`` wrote. ``source`` names the text in errors."""
         values = parse_object(text, source=source, remedy=_REMEDY)
         stored = values.pop("format", None)
         if stored != FORMAT:
-            raise DamagedFileError(f"{source} is no observation in format {FORMAT!r} (it says {stored!r}): {_REMEDY}")
+            raise DamagedFileError(f"{source} is not an observation in format {FORMAT!r} (it says {stored!r}): {_REMEDY}")
         found = as_record(_StoredObservation, values, source=source, remedy=_REMEDY)
         rows = [row for of_layers in found.sizes.values() for row in of_layers.values()]
         if any(len(row) != len(found.at) for row in rows) or sorted(set(found.at)) != list(found.at):
             raise DamagedFileError(
-                f"{source} is damaged (its steps must rise, with a number of each layer for each): {_REMEDY}"
+                f"{source} is damaged (steps must increase, and each layer needs a number for each): {_REMEDY}"
             )
         sizes = {
             quantity: {name: [math.nan if value is None else float(value) for value in row] for name, row in of_layers.items()}
@@ -146,7 +147,7 @@ class Observation:
 
 @dataclass
 class _StoredObservation:
-    """The content of an observation's file: a number that is not finite is null."""
+    """The content of an observation's file, where numbers that are not finite are null."""
 
     num_steps: int
     at: list[int]
@@ -168,7 +169,7 @@ def _geometric_mean(values: Iterable[float]) -> float:
 
 
 def _spread(items: Sequence[int], most: int) -> list[int]:
-    """Up to ``most`` of the items at equal distances, with the first and the last."""
+    """Up to ``most`` of the items, evenly spaced, with the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(number * (len(items) - 1) / (most - 1))] for number in range(most)]

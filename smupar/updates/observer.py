@@ -1,14 +1,14 @@
-"""``observe``: a passive recorder of sizes at hidden layers, at log-spaced steps of a run.
+"""``observe`` records sizes of hidden layers at log-spaced steps of a run, without changing the run.
 
-At a look it measures on some inputs X of each layer, where W is the weight before and dW the update of the step:
+At each look it measures, on some inputs X of each layer, with the weight W before the step and its update dW:
 
     Y = X W                         the layer's output
     grad X                          the gradient of X through this layer alone
-    dY = X dW                       what the update does to the output, without decoupled weight decay
-    alignment                       RMS(X dW) over RMS((X s) dW) with random signs s: 1 if nothing agrees, sqrt(n) if all n
-                                    inputs of a neuron do
+    dY = X dW                       the change of the output by the update, without decoupled weight decay
+    alignment                       RMS(X dW) over RMS((X s) dW) with random signs s: 1 if the n inputs of a neuron do not agree
+                                    on the update, sqrt(n) if all do
     weights, top singular value     RMS of the kept weights; the norm of W by a few power iterations
-    attention entropy               where attention is seen (``entropy``)
+    attention entropy               of the attentions that ``entropy`` sees
 
 It uses the probes of measured updates and the same phases of a step. ``StackedObserver`` does the same for a stack of models.
 """
@@ -47,20 +47,20 @@ from smupar.updates.observation import (
 )
 from smupar.updates.probe import Probe, exact, some_rows
 
-_ITERATIONS = (8, 2)  # of the power method: at the first look, and at later ones, which start where the last one ended
+_ITERATIONS = (8, 2)  # of the power method: at the first look, and at later ones, which start from the previous result
 _RANDOM = "dY with random signs"
-_MEANS = (Y, GRAD_X, DY, _RANDOM, WEIGHTS, TOP)  # what is measured as a mean of squares
+_MEANS = (Y, GRAD_X, DY, _RANDOM, WEIGHTS, TOP)  # quantities that are measured as mean squares
 
 
 class _LayerLook:
-    """Looks at one layer, of one model or of all models of a stack. Numbers have a leading dimension of models, 1 for a single
-    one. Each is a pair: the sum of squares, and of how many numbers."""
+    """Looks at one layer, of one model or of all models of a stack. Numbers have a leading dimension of models, of size 1 for a
+    single model. Each is a pair: the sum of squares, and the number of entries."""
 
     def __init__(self, probe: Probe) -> None:
         self.probe = probe
         self.random = Probe(probe.weight, probe.in_dim)
-        self.direction: Tensor | None = None  # the right singular vector that belongs to the largest singular value
-        self.mask: Tensor | None = None  # a number of the mask at the last look
+        self.direction: Tensor | None = None  # right singular vector of the largest singular value
+        self.mask: Tensor | None = None  # a checksum of the mask at the last look
         self.found: dict[str, Tensor] = {}
 
     def before(self, step: int, output_grad: Tensor | None) -> None:
@@ -111,7 +111,7 @@ class _LayerLook:
         return torch.stack([square, torch.ones_like(square)], dim=-1)
 
     def _moved(self) -> Tensor:
-        """Whether the mask has changed since the last look, by a number that depends on every entry."""
+        """Whether the mask has changed since the last look, by a checksum over all entries."""
         weight = self.probe.weight
         mask = weight.mask if weight.mask is None else local(weight.mask)
         if mask is None:
@@ -124,7 +124,7 @@ class _LayerLook:
 
 
 class Observer(Meter):
-    """What ``observe`` returns. As a context manager it returns the ``Observation``, and removes its hooks at the end."""
+    """The result of ``observe``. As a context manager it gives the ``Observation``, and removes its hooks at the end."""
 
     what = "model is observed"
     called = "observe"
@@ -138,7 +138,7 @@ class Observer(Meter):
         if self.unmeasured:
             self.cautions.append(
                 f"{len(self.unmeasured)} hidden weights are not observed ({', '.join(self.unmeasured[:3])}): their layers are "
-                "neither linear nor convolutions, or no optimizer has them"
+                "neither linear nor convolutions, or they are in no optimizer"
             )
         self._looks: dict[str, dict[str, float]] = {}
 
@@ -211,11 +211,11 @@ class Observer(Meter):
 
 
 def observe(model: nn.Module, plan: Plan, optimizer: Any, *, steps: int | None = None) -> Observer:
-    """Records sizes at hidden layers while a model trains: outputs, gradients, what updates do, weights, alignment.
+    """Records sizes of hidden layers while a model trains: outputs, gradients, effects of updates, weights, alignment.
 
     ``with observe(model, plan, optimizer) as seen: ...train...`` and then ``print(seen)`` or ``seen.save("observed.json")``. It
-    looks at steps 1, 2, 3, 4, 6, 8, 11, 16, ... and, if ``steps`` says how long the run is, at four fifths and the end of
-    it. Call it after ``param_groups``, and before DDP and torch.compile. The training itself is not changed.
+    looks at steps 1, 2, 3, 4, 6, 8, 11, 16, ... and, if ``steps`` gives the length of the run, at four fifths and the end of
+    it. Call it after ``param_groups``, and before DDP and torch.compile. It does not change the training.
     """
     observer = Observer(model, plan, optimizer, steps)
     for caution in observer.cautions:
@@ -225,8 +225,8 @@ def observe(model: nn.Module, plan: Plan, optimizer: Any, *, steps: int | None =
 
 
 class StackedObserver:
-    """Observes all models of a stack. Call ``before`` at each step with the start of its batch, and ``after`` with the shares
-    of the learning rate that it used; both take the number of the step, from 0 on."""
+    """Observes all models of a stack. At each step call ``before`` with the first part of its batch, and ``after`` with each
+    model's share of its peak learning rate. Both take the number of the step, from 0 on."""
 
     def __init__(self, stack: Stack, plans: Sequence[Plan], steps: int | None = None) -> None:
         self.stack, self.last = stack, steps
@@ -269,7 +269,7 @@ class StackedObserver:
 
 
 def _row(pairs: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """What is kept of a look at a layer, from sums of squares and how many numbers they are of."""
+    """The sizes of a layer at one look, from sums of squares and numbers of entries."""
     row = {quantity: math.sqrt(total / count) if count else math.nan for quantity, (total, count) in pairs.items()}
     random = row.pop(_RANDOM)
     row[ALIGNMENT] = row[DY] / random if random else math.nan

@@ -1,4 +1,4 @@
-"""The page of a trace: effects of updates over the run, a chart for each kind of layer. It does not import torch."""
+"""The page of a trace: effects of updates over the run, with a chart for each kind of layer. It does not import torch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _MOST_POINTS = 200
 
 
 def trace_document(target: Mapping[str, Any], proxy: Mapping[str, Any] | None = None, *, folder: str = "") -> Document:
-    """The document of a trace, as its JSON, beside that of its proxy, if there is one."""
+    """The document of a trace and, if given, of its proxy's. Both are the plain values of their JSON."""
     num_layers, num_kinds = len(target["effects"]), len({layer_glob(name) for name in target["effects"]})
     kinds = f" of {num_kinds} kinds" if num_kinds > 1 else ""
     return {
         "kind": "trace",
         "title": "Effects of updates",
-        "headline": f"What updates do to {num_layers} hidden layers{kinds}, over {target['num_steps']} steps.",
+        "headline": f"Effects of updates on {num_layers} hidden layers{kinds}, over {target['num_steps']} steps.",
         "sentence": "The effect of an update is RMS(X dW), the change of a layer's output, over the base learning rate.",
         "answers": [],
         "charts": trace_charts(target, proxy),
@@ -82,7 +82,7 @@ def _lines(trace: Mapping[str, Any], kind: str, *, is_proxy: bool) -> list[Chart
 
 
 def read_trace(path: Path) -> dict[str, Any] | None:
-    """A trace as plain values; None if the file holds no trace, or a damaged one."""
+    """A trace as plain values; None if the file holds no intact trace."""
     try:
         return vars(parse_trace(read_text(path, remedy=REMEDY), source=str(path)))
     except ValueError:

@@ -1,4 +1,4 @@
-"""The probe of a layer: some of its inputs, and what an update does to its output for them."""
+"""The probe of a layer keeps some of its inputs, and measures how an update changes the output for them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from smupar.plan.settings import refuse
 NUM_TOKENS = 128
 
 
-def some_rows(x: Tensor) -> Tensor:
-    """Tokens from the whole batch. If there are too few, they are repeated, so that a mean is over them alone."""
+def some_rows(x: Tensor, num: int = NUM_TOKENS) -> Tensor:
+    """A fixed number of tokens from the whole batch. If it has fewer, tokens are repeated, which leaves means as they are."""
     rows = x.reshape(-1, x.shape[-1])
-    if len(rows) < NUM_TOKENS:
-        return rows.repeat(-(-NUM_TOKENS // max(1, len(rows))), 1)[:NUM_TOKENS]
-    return rows[spread(len(rows), NUM_TOKENS, x.device)]
+    if len(rows) < num:
+        return rows.repeat(-(-num // max(1, len(rows))), 1)[:num]
+    return rows[spread(len(rows), num, x.device)]
 
 
 def spread(num_rows: int, most: int, device: torch.device) -> Tensor:
-    """Up to ``most`` row numbers at equal distances. The distance has no factor in common with the number of rows. If it
-    divided the length of a sequence, it would see the same few positions of each, such as the class token of every image."""
+    """Up to ``most`` evenly spaced row numbers. The spacing has no factor in common with the number of rows: if it divided the
+    length of a sequence, it would hit the same few positions of each, such as the class token of every image."""
     if num_rows <= most:
         return torch.arange(num_rows, device=device)
     step = -(-num_rows // most)
@@ -41,7 +41,7 @@ def spread(num_rows: int, most: int, device: torch.device) -> Tensor:
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Turns off TF32 and autocast, for two products whose small difference is needed."""
+    """Turns off TF32 and autocast, for the small difference of two products."""
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "ieee"
@@ -53,10 +53,10 @@ def exact() -> Iterator[None]:
 
 
 class Probe:
-    """The layer of one hidden weight, in one model or in all models of a stack."""
+    """A probe of the layer of one hidden weight, in one model or in all models of a stack."""
 
     inputs: Tensor
-    before: Tensor | None = None  # the output before the update, where it was looked at
+    before: Tensor | None = None  # the output before the update, if it was looked at
 
     def __init__(self, weight: Weight, in_dim: int = 1) -> None:
         self.weight, self.in_dim = weight, in_dim
@@ -72,7 +72,7 @@ class Probe:
 
 
 class LayerProbe(Probe):
-    """Keeps some inputs of its layer, in a buffer beside the weight."""
+    """A probe that keeps some inputs of its layer in a buffer beside the weight."""
 
     weight: ModelWeight
 
@@ -82,21 +82,21 @@ class LayerProbe(Probe):
         self.name, self.module = name, weight.module
         self.is_conv = kind_of(self.module).reads == IMAGES
         self.buffer = f"{weight.leaf}_{buffer}"
-        self.reader: weakref.ref[Any] | None = None  # who reads what it measures
+        self.reader: weakref.ref[Any] | None = None  # the meter that reads it
         if not self.is_conv:
             self._make(torch.zeros(NUM_TOKENS, plan[name].shape[in_dim], device=local(weight.parameter).device))
-        self.output_grad: Tensor | None = None  # for the inputs that are kept, where gradients are watched
+        self.output_grad: Tensor | None = None  # gradient of the output for the kept inputs, if gradients are watched
         self._waits = False  # whether no gradient of the last forward pass has arrived yet
         self.hooks = [self.module.register_forward_pre_hook(self._keep, with_kwargs=True)]
 
     def watch_gradient(self) -> None:
-        """Keeps the gradient of the output for the inputs that are kept, at steps at which the reader looks."""
+        """Also keeps the gradient of the output for the kept inputs, at steps that the reader looks at."""
         self.hooks.append(self.module.register_forward_hook(self._watch))
 
     @property
     def inputs(self) -> Tensor:  # type: ignore[override]
         inputs: Tensor = getattr(self.module, self.buffer)
-        if inputs.dtype != torch.float32:  # the model was converted, and its buffers with it
+        if inputs.dtype != torch.float32:  # the model was converted, including its buffers
             self._make(inputs := inputs.float())
         return inputs
 
@@ -105,16 +105,17 @@ class LayerProbe(Probe):
 
     def _keep(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         args = args or tuple(kwargs.values())
-        if not (args and torch.is_grad_enabled() and args[0].numel()):  # validation, or an expert without tokens
+        if not (args and torch.is_grad_enabled() and args[0].numel()):  # in validation, or for an expert without tokens
             return
-        if not (torch.compiler.is_compiling() or self._is_due):  # what is compiled is compiled once for all steps
+        if not (torch.compiler.is_compiling() or self._is_due):  # compiled code must be the same for all steps
             return
         x = args[0].detach()
         some = x[: -(-NUM_TOKENS // math.prod(x.shape[2:]))].float() if self.is_conv else some_rows(x)
         if self.is_conv and (getattr(module, self.buffer, None) is None or self.inputs.shape != some.shape):
             self._make(torch.zeros_like(some))
         self.inputs.copy_(some)
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() < 0:  # not again, in a backward pass
+        # not in a backward pass, where checkpointing runs the layer again
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() < 0:
             self._waits, self.output_grad = True, None
 
     def _watch(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -126,13 +127,13 @@ class LayerProbe(Probe):
 
     @property
     def _is_due(self) -> bool:
-        """Whether the reader looks at the step that is being made."""
+        """Whether the reader looks at the current step."""
         meter = None if self.reader is None else self.reader()
         return meter is not None and bool(meter.is_due)
 
     def _keep_gradient(self, grad: Tensor) -> None:
-        """Keeps the first gradient that arrives after a forward pass: a layer that is used twice keeps its last inputs, and
-        their gradient comes first."""
+        """Keeps the first gradient that arrives after a forward pass. If a layer is used twice, the inputs of its last use are
+        kept, and their gradient arrives first."""
         if not self._waits:
             return
         self._waits = False
@@ -140,7 +141,7 @@ class LayerProbe(Probe):
         self.output_grad = grad[: shape[0]].float() if self.is_conv else some_rows(grad.detach()).float()
 
     def missed(self) -> bool:
-        """Whether no input was seen although the layer was used, as its gradient shows."""
+        """Whether the layer was used, as its gradient shows, but no input was seen."""
         grad = self.weight.parameter.grad
         return grad is not None and bool(local(grad).any()) and not bool(self.inputs.any())
 
@@ -156,16 +157,16 @@ class LayerProbe(Probe):
 
 
 def refuse_measured(model: nn.Module, buffer: str, what: str) -> None:
-    """Refuses a model with probes of this kind that are read by a meter."""
+    """Refuses a model with probes of this kind that a meter reads."""
     probes = (probe for _, _, probe in _probes(model) if probe.buffer.endswith(buffer))
     refuse(
         any(probe.reader is not None and probe.reader() is not None for probe in probes),
-        f"the {what} already: call remove() on what measures them",
+        f"the {what} already: call remove() on the object that measures them",
     )
 
 
 def remove_copied_probes(model: nn.Module) -> None:
-    """Removes probes that came with a deepcopy, which no meter reads."""
+    """Removes probes that a deepcopy brought along, which no meter reads."""
     for module, key, probe in _probes(model):
         if probe.reader is None or probe.reader() is None:
             del module._forward_pre_hooks[key]
@@ -175,7 +176,7 @@ def remove_copied_probes(model: nn.Module) -> None:
 
 
 def _watching(module: nn.Module, probe: LayerProbe) -> int:
-    """The key of the hook by which a probe watches gradients; -1 if it does not."""
+    """The key of the hook with which a probe watches gradients; -1 if there is none."""
     return next((key for key, hook in module._forward_hooks.items() if getattr(hook, "__self__", None) is probe), -1)
 
 

@@ -1,4 +1,4 @@
-"""Updates of a whole stack, measured and followed at once."""
+"""Measures and follows updates in a whole stack at once."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from torch import Tensor
 from smupar.execute.stacked import Stack
 from smupar.plan.optimizers import decouples_decay, family_of
 from smupar.plan.plan import Plan
-from smupar.updates.probe import Probe, exact, some_rows
-from smupar.updates.trace import Trace, TraceReader, averages_after, clamped, is_measured
+from smupar.updates.law import EFFECT, Law
+from smupar.updates.sizes import sizes_of
+from smupar.updates.trace import LAW, Trace, TraceReader, averages_after, clamped
 
 
 class StackedUpdates:
-    """Measures the updates of all models of a stack, and sets the learning rates of those that have a trace to follow.
+    """Measures the updates of all models of a stack, and sets the learning rates of models that follow a trace.
 
-    Call ``before`` at each step with the start of its batch, and ``after`` with the shares of the learning rate that it used.
-    Both take the number of the step, from 0 on. All numbers stay on the device until the traces are asked for.
+    At each step call ``before`` with the first part of its batch, and ``after`` with each model's share of its peak learning
+    rate. Both take the number of the step, from 0 on. All numbers stay on the device until ``traces`` is called.
     """
 
     def __init__(
@@ -29,11 +30,12 @@ class StackedUpdates:
         traces: Sequence[Trace | None],
         num_steps: int,
         period: int | None = None,
+        law: Law = LAW,
     ) -> None:
-        self.stack, self.num_steps, self.period = stack, num_steps, period or num_steps
+        self.stack, self.num_steps, self.period, self.law = stack, num_steps, period or num_steps, law
         names, device = [row.name for row in plans[0] if row.role == "hidden"], stack.device
-        self.probes = {name: Probe(stack.weights[name]) for name in names}
-        places = [step for step in range(self.period) if is_measured(step)]
+        self.names, self.sizes = names, sizes_of(stack, names, law)
+        places = [step for step in range(self.period) if law.is_measured(step)]
         self.index = {place: index for index, place in enumerate(places)}
         family = family_of(stack.kind)
         self.planned = {name: torch.tensor([plan[name].lr_factor(family) for plan in plans], device=device) for name in names}
@@ -49,59 +51,57 @@ class StackedUpdates:
         if step % self.period == 0:
             self.averages = {}
             self.stack.forget_measured()
-        if is_measured(step % self.period):
-            inputs = self.stack.inputs(batch, some_rows)
-            with exact():
-                for name, probe in self.probes.items():
-                    probe.inputs = inputs[name].float()
-                    probe.look()
+        if self.law.is_measured(step % self.period):
+            self.sizes.look(batch)
 
     @torch.no_grad()
     def after(self, step: int, lr_share: Sequence[float]) -> None:
-        if not is_measured(step % self.period):
+        if not self.law.is_measured(step % self.period):
             return
         index = self.index[step % self.period]
         share = self.stack.upload(torch.tensor(lr_share, dtype=torch.float32))
         effects = []
-        for name, probe in self.probes.items():
+        for name in self.names:
             lr, decay, _ = self.stack.tensors.constants[name]
             rate = self.stack.tensors.rates[name]
             used = lr * share * rate
             decayed = used * decay * self.stack.decay_change(name) if self.decouples else torch.zeros_like(used)
-            with exact():
-                gain = probe.change(decayed.view(-1, 1, 1)).square().mean((1, 2)).sqrt() / used
+            gain = self.sizes.size(name, decayed) / used
             effects.append(gain * self.planned[name] * rate)
             before = self.averages.get(
                 name, (torch.full_like(gain, math.nan, dtype=torch.float64), torch.full_like(gain, math.nan))
             )
-            self.averages[name], ratio = averages_after(before, self.wanted[name][:, index], gain)
+            self.averages[name], ratio = averages_after(before, self.wanted[name][:, index], gain, self.law.old)
             self.stack.measure(name, clamped(ratio) / self.planned[name])
-            del probe.inputs
+        self.sizes.forget()
         self.effects.append(torch.stack(effects, dim=1))
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What has been measured so far, under flat names."""
+        """The measurements so far, under flat names."""
         state = {f"averages.{name}.{k}": own for name, pair in self.averages.items() for k, own in enumerate(pair)}
         return state | ({"effects": torch.stack(self.effects)} if self.effects else {})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         device = self.stack.device
-        pairs = {name: (state.get(f"averages.{name}.0"), state.get(f"averages.{name}.1")) for name in self.probes}
+        pairs = {name: (state.get(f"averages.{name}.0"), state.get(f"averages.{name}.1")) for name in self.names}
         self.averages = {n: (a.to(device), b.to(device)) for n, (a, b) in pairs.items() if a is not None and b is not None}
         self.effects = list(state["effects"].to(device).unbind()) if "effects" in state else []
 
     def traces(self) -> list[Trace]:
         every = torch.stack(self.effects).cpu().tolist()  # (steps, models, layers)
-        shapes = {name: probe.weight.shape for name, probe in self.probes.items()}
-        at = [step for step in range(self.num_steps) if is_measured(step % self.period)][: len(every)]
+        shapes = {name: self.stack.weights[name].shape for name in self.names}
+        at = [step for step in range(self.num_steps) if self.law.is_measured(step % self.period)][: len(every)]
+        note = "" if self.law.size == EFFECT else self.law.size
         return [
-            Trace(self.num_steps, at, {n: [e[k][i] for e in every] for i, n in enumerate(shapes)}, shapes, self.stack.kind)
+            Trace(
+                self.num_steps, at, {n: [e[k][i] for e in every] for i, n in enumerate(shapes)}, shapes, self.stack.kind, note
+            )
             for k in range(len(self.stack))
         ]
 
 
 def _wanted(trace: Trace | None, names: Sequence[str], steps: Sequence[int], num_steps: int) -> dict[str, list[float]]:
-    """What updates of a model should do at each measured step; nan if it follows no trace."""
+    """The effects that a model's updates should have at each measured step; NaN if it follows no trace."""
     if trace is None:
         return {name: [math.nan] * len(steps) for name in names}
     reader = TraceReader(trace, names, num_steps)

@@ -1,4 +1,4 @@
-"""A trace as its file holds it, and what is checked when it is read. This file does not import torch, so pages open at once."""
+"""The stored form of a trace, and its checks. This file does not import torch, so pages open quickly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ REMEDY = "record one with record_updates"
 
 @dataclass
 class StoredTrace:
-    """The content of a trace's file: a number that is not finite is null."""
+    """The content of a trace's file, where numbers that are not finite are null."""
 
     num_steps: int
     at: list[int]
@@ -29,7 +29,7 @@ def parse_trace(text: str, *, source: str) -> StoredTrace:
     values = parse_object(text, source=source, remedy=REMEDY)
     stored = values.pop("format", None)
     if stored != FORMAT:
-        raise DamagedFileError(f"{source} is no trace in format {FORMAT!r} (it says {stored!r}): {REMEDY}")
+        raise DamagedFileError(f"{source} is not a trace in format {FORMAT!r} (it says {stored!r}): {REMEDY}")
     trace = as_record(StoredTrace, values, source=source, remedy=REMEDY)
     wrong = _wrong_numbers(trace)
     if wrong:
@@ -38,10 +38,10 @@ def parse_trace(text: str, *, source: str) -> StoredTrace:
 
 
 def _wrong_numbers(trace: StoredTrace) -> str:
-    """What is wrong with the numbers of a trace whose fields have the right types; "" if nothing."""
+    """Says which numbers of a trace are wrong; "" if none. The types of its fields have been checked."""
     steps = [-1, *trace.at, trace.num_steps]
     if any(after <= before for before, after in pairwise(steps)):
-        return f"its steps must rise from 0 to below num_steps {trace.num_steps}"
+        return f"its steps must increase from 0 to below num_steps {trace.num_steps}"
     for name, values in trace.effects.items():
         if len(values) != len(trace.at):
             return f"{name} has {len(values)} effects for {len(trace.at)} steps"

@@ -1,4 +1,4 @@
-"""Traces: what updates do to each hidden layer, over a run, and the law by which learning rates follow one."""
+"""Traces, which hold the effects of updates on each hidden layer over a run, and the law by which learning rates follow one."""
 
 from __future__ import annotations
 
@@ -18,17 +18,12 @@ from smupar.output.json_files import read_text, sealed_json
 from smupar.output.page import write_page
 from smupar.output.pictures import new_figure, save_figure
 from smupar.plan.settings import layer_glob, refuse
+from smupar.updates.law import Law
 from smupar.updates.page import trace_document
 from smupar.updates.stored import FORMAT, REMEDY, parse_trace
 
 CLAMP = 1e4
-_OLD = 0.8  # share of the average that stays at a measured step
-_EVERY, _FIRST = 5, 20  # the first steps are all measured, then every fifth
-
-
-def is_measured(step: int) -> bool:
-    """Whether a step is measured; steps are counted from 0."""
-    return step < _FIRST or step % _EVERY == 0
+LAW = Law()  # the usual one
 
 
 @dataclass
@@ -36,8 +31,8 @@ class Trace:
     """Effects of updates, per hidden weight and measured step.
 
     at         steps that were measured, from 0
-    effects    RMS of the change of a layer's output by one update, over the base learning rate. Not finite: the run diverged
-    optimizer  that of the hidden weights
+    effects    RMS of the change of a layer's output by one update, over the base learning rate; not finite if the run diverged
+    optimizer  the optimizer of the hidden weights
     """
 
     num_steps: int = 0
@@ -62,13 +57,13 @@ class Trace:
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "this text") -> Trace:
-        """The trace that ``to_json`` or ``save`` wrote. ``source`` is for errors."""
+        """Reads what ``to_json`` or ``save`` wrote. ``source`` names the text in errors."""
         trace = parse_trace(text, source=source)
         effects = {name: [math.nan if v is None else float(v) for v in values] for name, values in trace.effects.items()}
         return cls(**{**vars(trace), "effects": effects})
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Writes the trace with a checksum. A trace that was changed by hand is refused, unless its field "seal" is removed."""
+        """Writes the trace with a checksum. If you edit the file, remove its field "seal", or it is refused."""
         write_atomic(Path(path), sealed_json(json.loads(self.to_json()), indent=None))
 
     @classmethod
@@ -77,7 +72,7 @@ class Trace:
         return cls.from_json(read_text(Path(path), remedy=REMEDY), source=str(path))
 
     def effect(self, name: str, step: float) -> float:
-        """The effect at a step, for a layer of the trace. Between measured steps its logarithm is interpolated linearly."""
+        """The effect on a layer of the trace at a step. Between measured steps its logarithm is interpolated linearly."""
         values = self.effects[name]
         after = bisect_left(self.at, step)
         if after == 0 or after == len(self.at):
@@ -89,20 +84,20 @@ class Trace:
         return math.exp((1 - share) * math.log(low) + share * math.log(high))
 
     def plot(self, path: str | PathLike[str], proxy: Trace | None = None) -> None:
-        """Effects over the run, one panel for each kind of layer; the proxy's beside them."""
+        """Draws effects over the run, one panel for each kind of layer, with the proxy's for comparison."""
         _plot(self, proxy, path)
 
     def to_html(self, path: str | PathLike[str], proxy: Trace | None = None) -> None:
-        """The same as a page that needs no other file."""
+        """Writes the same charts as a self-contained page."""
         target, other = json.loads(self.to_json()), None if proxy is None else json.loads(proxy.to_json())
         write_page(Path(path), trace_document(target, other, folder=str(path)))
 
 
 class TraceReader:
-    """A trace as one target reads it: its own layers and its own number of steps."""
+    """Reads a trace for one target, which has its own layers and number of steps."""
 
     def __init__(self, trace: Trace, names: Sequence[str], num_steps: int | None = None) -> None:
-        """``num_steps`` of the target; default as many as the trace has."""
+        """``num_steps`` is the target's number of steps; by default the trace's."""
         refuse(not trace.at or not trace.effects, "the trace has no measured step: record it over a whole run of the proxy")
         self.cautions: list[str] = []
         if trace.diverged:
@@ -112,7 +107,7 @@ class TraceReader:
         for kind, layers in targets.items():
             refuse(
                 kind not in traced,
-                f"the trace is of another architecture: it has no layer like {layers[0]!r} (it has "
+                f"the trace belongs to another architecture: it has no layer like {layers[0]!r} (it has "
                 f"{', '.join(list(trace.effects)[:3])}, ...)",
             )
         for kind, layers in targets.items():
@@ -128,7 +123,7 @@ class TraceReader:
         }
 
     def effect(self, name: str, step: int) -> float:
-        """What an update should do at this step of the target."""
+        """The effect that an update should have at this step of the target."""
         there = same_moment(step, self.num_steps, self.trace.num_steps)
         parts = [(share, self.trace.effect(source, there)) for source, share in self.sources[name]]
         if any(value <= 0 or not math.isfinite(value) for _, value in parts):
@@ -137,36 +132,38 @@ class TraceReader:
 
 
 def same_moment(step: int, num_steps: int, other_num_steps: int) -> float:
-    """The step of a run of another length that a step corresponds to.
+    """The corresponding step in a run of another length.
 
-    Updates do most in the first steps. This phase has the same number of steps in long and short runs, so first steps
-    correspond by their number. The last step corresponds to the last, and one curve lies between them.
+    Updates have the largest effects in the first steps. That phase has the same number of steps in long and short runs, so the
+    first steps correspond by their number. The last step corresponds to the last, with a smooth curve in between.
     """
-    step = min(step, num_steps)  # after its end a run stays at the end
+    step = min(step, num_steps)  # steps after the end count as the last
     return step / (1 + step * (1 / other_num_steps - 1 / num_steps))
 
 
-def averages_after(averages: tuple[Tensor, Tensor], wanted: Tensor, gain: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """The law by which learning rates follow a trace, for the layers of one model or one layer of many models.
+def averages_after(
+    averages: tuple[Tensor, Tensor], wanted: Tensor, gain: Tensor, old_share: float = LAW.old
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """The law by which learning rates follow a trace, for the layers of one model, or for one layer of many models.
 
-    What an update should do, by the trace, and its gain, what it does per unit of learning rate, are both averaged over time.
-    The factor on the base learning rate is the ratio of the averages, ``clamped`` between 1 / CLAMP and CLAMP. A step whose
-    measurement cannot be used (nothing moved, not finite, or the trace has no number there) changes nothing.
+    The wanted effect of an update, from the trace, and its gain, the measured effect per unit of learning rate, are both
+    averaged over time. The factor on the base learning rate is the ratio of the averages, ``clamped`` between 1 / CLAMP and
+    CLAMP. A step with an unusable measurement (nothing moved, not finite, or no number in the trace) changes nothing.
 
-    Returns the averages of (wanted, gain) after a step, not a number before the first, and their ratio, not a number where this
-    step cannot be used.
+    Returns the averages of (wanted, gain) after the step, which are NaN before the first usable step, and their ratio, which is
+    NaN if this step is unusable.
     """
     usable = wanted.isfinite() & gain.isfinite() & (gain > 0)
 
     def average(old: Tensor, new: Tensor) -> Tensor:
-        return torch.where(usable, torch.where(old.isnan(), new, _OLD * old + (1 - _OLD) * new), old)
+        return torch.where(usable, torch.where(old.isnan(), new, old_share * old + (1 - old_share) * new), old)
 
     wanted, gain = average(averages[0], wanted), average(averages[1], gain)
     return (wanted, gain), torch.where(usable, wanted.to(gain.dtype) / gain, math.nan)
 
 
 def clamped(ratio: Tensor) -> Tensor:
-    """The factor on the base learning rate."""
+    """The factor on the base learning rate: the ratio within its limits."""
     return ratio.clamp(1 / CLAMP, CLAMP)
 
 
@@ -178,8 +175,8 @@ def _by_kind(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _sources(number: int, count: int, traced: Sequence[str]) -> list[tuple[str, float]]:
-    """The layers of the trace that correspond to layer ``number`` of ``count``, with their shares. This is the layer of the
-    same number; if the depth differs, the layers at the same share of the depth."""
+    """The layers of the trace that correspond to layer ``number`` of ``count``, with their shares: the layer with the same
+    number, or if the depth differs, the layers at the same relative depth."""
     if count == len(traced):
         return [(traced[number], 1.0)]
     low, share = divmod(number / max(1, count - 1) * (len(traced) - 1), 1)

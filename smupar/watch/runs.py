@@ -1,4 +1,4 @@
-"""The document of runs that were trained by `smupar train`: their loss curves, how far they are, their traces."""
+"""The document of runs that were trained by `smupar train`: their loss curves, progress and traces."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from smupar.study.view import read_metrics, table_of
 from smupar.updates.page import read_trace, trace_charts
 
 TRACE_FILE = "trace.json"
-_QUIET_SECONDS = 180.0  # a run that has written nothing for so long is not running
+_QUIET_SECONDS = 180.0  # a run that has written nothing for this long is not running
 
 
 class Runs:
@@ -69,7 +69,7 @@ class Runs:
 
 
 def _row(path: Path) -> dict[str, Any]:
-    """What a run is, and how it goes. Raises ValueError if its files are damaged."""
+    """The row of a run: its configuration and its state. Raises ValueError if its files are damaged."""
     remedy = "restore it from a copy, or start the run's command again"
     config = LATER_FIELDS | flat(read_object(path / "config.json", remedy=remedy))
     summary = read_object(path / "summary.json", remedy=remedy) if (path / "summary.json").exists() else {}
@@ -98,7 +98,7 @@ def _row(path: Path) -> dict[str, Any]:
 
 
 def _last_row(path: Path) -> Mapping[str, Any]:
-    """The last whole row of metrics.jsonl."""
+    """The last complete row of metrics.jsonl."""
     try:
         rows = read_rows(path / METRICS_FILE)
     except OSError:

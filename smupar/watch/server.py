@@ -1,7 +1,7 @@
 """The server of `smupar watch`: the page, and JSON about what the folders hold. It only reads, and only below those folders.
 
-A page that another site shows could ask a server on this machine under a name of its own (DNS rebinding). So requests must
-name this machine in their Host header: as localhost, by an address, or by the name that was given with --host.
+The page of another site could reach a server on this machine by a domain name that resolves to it (DNS rebinding). So the Host
+header of a request must be localhost, an address, or the name that was given with --host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from smupar.output.json_files import read_object
 from smupar.output.page import page
 from smupar.output.page.document import thinned
 from smupar.plan.settings import refuse
-from smupar.watch.things import UNREADABLE, Thing, Watched
+from smupar.watch.sources import UNREADABLE, Entry, Watched
 
 _TYPES = {
     ".csv": "text/csv; charset=utf-8",
@@ -36,7 +36,7 @@ _TYPES = {
     ".png": "image/png",
     ".txt": "text/plain; charset=utf-8",
 }
-_NUM_PORTS = 20  # that are tried if the usual one is taken
+_NUM_PORTS = 20  # ports that are tried, from the usual one on
 _MOST_CURVES, _MOST_POINTS = 100, 400
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -54,7 +54,7 @@ class NotFoundError(Exception):
 
 @contextlib.contextmanager
 def serving(folders: Sequence[str | Path], *, host: str = "127.0.0.1", port: int | None = None) -> Iterator[WatchServer]:
-    """A server for these folders, bound to host and port. Without a port, the first free one from ``USUAL_PORT`` on is taken.
+    """A server for these folders, bound to host and port. Without a port, it takes the first free one from ``USUAL_PORT`` on.
     Call its ``serve_forever``."""
     watched = Watched(folders)
     with _bound(watched, host, port) as server:
@@ -76,12 +76,12 @@ def _bound(watched: Watched, host: str, port: int | None) -> WatchServer:
                     f"cannot listen on {host}, port {number} ({reason}): choose another --host or --port"
                 ) from error
     taken = f"port {port} is" if port is not None else f"the ports {ports[0]} to {ports[-1]} are"
-    raise ValueError(f"{taken} in use on {host}: choose another --port, or 0 for any that is free")
+    raise ValueError(f"{taken} in use on {host}: choose another --port, or 0 for any free port")
 
 
 class WatchServer(ThreadingHTTPServer):
     daemon_threads = True
-    allow_reuse_address = os.name == "posix"  # a port in use is still refused there
+    allow_reuse_address = os.name == "posix"  # on POSIX a port in use is still refused
 
     def __init__(self, address: tuple[str, int], watched: Watched) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
@@ -94,14 +94,14 @@ class WatchServer(ThreadingHTTPServer):
         return f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Says nothing if a reader has left, as browsers do that stop loading a page."""
+        """Ignores closed connections: browsers close theirs when they stop loading a page."""
         if not isinstance(sys.exception(), ConnectionError):
             super().handle_error(request, client_address)
 
     def knows(self, header: str) -> bool:
         """Whether a Host header names this server."""
         name = urlsplit(f"//{header}").hostname or ""
-        if self.host in ("0.0.0.0", "::", ""):  # others were asked for: any address of this machine, but no foreign name
+        if self.host in ("0.0.0.0", "::", ""):  # listens on all addresses of this machine; foreign names are still refused
             return _is_address(name) or name in ("localhost", socket.gethostname().lower(), socket.getfqdn().lower())
         return name in ("localhost", "127.0.0.1", "::1", self.host.lower())
 
@@ -129,7 +129,7 @@ class _Handler(BaseHTTPRequestHandler):
             body, kind = self._answer()
         except NotFoundError:
             self._send(HTTPStatus.NOT_FOUND, b"There is nothing here.\n", "text/plain")
-        except UNREADABLE as error:  # files that are damaged, or being written
+        except UNREADABLE as error:  # a file is damaged, or only half written so far
             self._send(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}\n".encode(), "text/plain; charset=utf-8")
         else:
             self._send(HTTPStatus.OK, body, kind)
@@ -143,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = _refuse_method  # noqa: N815
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 (as http.server calls it)
-        """Says nothing: a page asks every two seconds."""
+        """Logs nothing, since a page sends a request every two seconds."""
 
     def _send(self, status: HTTPStatus, body: bytes, kind: str) -> None:
         self.send_response(status)
@@ -157,43 +157,43 @@ class _Handler(BaseHTTPRequestHandler):
         address = urlsplit(self.path)
         if address.path == "/":
             return page([], live=True).encode(), "text/html; charset=utf-8"
-        things = self.server.watched.things()
+        entries = self.server.watched.entries()
         if address.path.startswith("/files/"):
-            return _file(things, address.path)
+            return _file(entries, address.path)
         answers = _ANSWERS.get(address.path)
         if answers is None:
             raise NotFoundError
         query = {name: values[0] for name, values in parse_qs(address.query).items()}
-        return json.dumps(answers(things, query), allow_nan=False).encode(), "application/json"
+        return json.dumps(answers(entries, query), allow_nan=False).encode(), "application/json"
 
 
-def _state(things: Mapping[str, Thing], query: Query) -> dict[str, Any]:
-    return {"documents": [thing.brief() for thing in things.values()]}
+def _state(entries: Mapping[str, Entry], query: Query) -> dict[str, Any]:
+    return {"documents": [entry.brief() for entry in entries.values()]}
 
 
-def _document(things: Mapping[str, Thing], query: Query) -> dict[str, Any]:
-    return _thing(things, query).document()
+def _document(entries: Mapping[str, Entry], query: Query) -> dict[str, Any]:
+    return _entry(entries, query).document()
 
 
-def _curves(things: Mapping[str, Thing], query: Query) -> dict[str, Any]:
-    thing, runs = _thing(things, query), query.get("runs", "").split(",")[:_MOST_CURVES]
-    return {run: thinned(curve, _MOST_POINTS) for run in runs if (curve := thing.source.curve(run))}
+def _curves(entries: Mapping[str, Entry], query: Query) -> dict[str, Any]:
+    entry, runs = _entry(entries, query), query.get("runs", "").split(",")[:_MOST_CURVES]
+    return {run: thinned(curve, _MOST_POINTS) for run in runs if (curve := entry.source.curve(run))}
 
 
-def _run(things: Mapping[str, Thing], query: Query) -> dict[str, Any]:
-    thing, run = _thing(things, query), query.get("run", "")
-    folder = thing.source.folder_of(run)
+def _run(entries: Mapping[str, Entry], query: Query) -> dict[str, Any]:
+    entry, run = _entry(entries, query), query.get("run", "")
+    folder = entry.source.folder_of(run)
     files, config = [], None
     if folder is not None and folder.is_dir():
         names = [path.name for path in sorted(folder.iterdir()) if path.suffix in _TYPES and path.is_file()]
-        below = folder.relative_to(thing.folder).as_posix()
-        files = [{"name": name, "address": f"files/{thing.key}/{quote(f'{below}/{name}')}"} for name in names]
+        below = folder.relative_to(entry.folder).as_posix()
+        files = [{"name": name, "address": f"files/{entry.key}/{quote(f'{below}/{name}')}"} for name in names]
         with contextlib.suppress(ValueError, OSError):
             config = read_object(folder / "config.json", remedy="")
-    return {"config": config, "curve": thinned(thing.source.curve(run), 5 * _MOST_POINTS), "files": files}
+    return {"config": config, "curve": thinned(entry.source.curve(run), 5 * _MOST_POINTS), "files": files}
 
 
-_ANSWERS: dict[str, Callable[[Mapping[str, Thing], Query], dict[str, Any]]] = {
+_ANSWERS: dict[str, Callable[[Mapping[str, Entry], Query], dict[str, Any]]] = {
     "/state.json": _state,
     "/document.json": _document,
     "/curves.json": _curves,
@@ -201,20 +201,20 @@ _ANSWERS: dict[str, Callable[[Mapping[str, Thing], Query], dict[str, Any]]] = {
 }
 
 
-def _thing(things: Mapping[str, Thing], query: Query) -> Thing:
+def _entry(entries: Mapping[str, Entry], query: Query) -> Entry:
     try:
-        return things[query["key"]]
+        return entries[query["key"]]
     except KeyError as error:
         raise NotFoundError from error
 
 
-def _file(things: Mapping[str, Thing], address: str) -> tuple[bytes, str]:
-    """A file below the folder of a thing. Links that lead out of it are not followed."""
+def _file(entries: Mapping[str, Entry], address: str) -> tuple[bytes, str]:
+    """A file below the folder of an entry. Links that lead out of the folder are not followed."""
     _, _, key, *parts = unquote(address).split("/")
-    thing = things.get(key)
-    if thing is None or any(part.startswith(".") or "\\" in part or "\0" in part for part in parts):
+    entry = entries.get(key)
+    if entry is None or any(part.startswith(".") or "\\" in part or "\0" in part for part in parts):
         raise NotFoundError
-    root = resolved(thing.folder)
+    root = resolved(entry.folder)
     path = resolved(root.joinpath(*filter(None, parts)))
     if not path.is_relative_to(root) or path.suffix not in _TYPES or not path.is_file():
         raise NotFoundError
@@ -228,17 +228,17 @@ def watch(folders: Sequence[str | Path], *, host: str, port: int | None, say: Ca
         say(f"watching {', '.join(map(str, folders))} on {server.url}  (Ctrl-C ends it)")
         threading.Thread(target=_read_ahead, args=(server.watched,), daemon=True).start()
         with contextlib.suppress(OSError, AttributeError):
-            os.nice(5)  # from now on training on this machine comes first; threads that exist keep their priority
+            os.nice(5)  # training on this machine goes first; threads that already run keep their priority
         with contextlib.suppress(KeyboardInterrupt):
             server.serve_forever()
 
 
 def _read_ahead(watched: Watched) -> None:
-    """Makes every document once, so that they are there when somebody asks. Thousands of runs are read in two thirds of the
-    time if the garbage collector does not look for cycles among them."""
+    """Makes every document once, so that the first request finds it ready. The garbage collector is off meanwhile: reading
+    thousands of runs then takes two thirds of the time."""
     gc.disable()
-    for thing in watched.things().values():
-        with contextlib.suppress(*UNREADABLE):  # the page will say so
-            thing.document()
-    gc.freeze()  # what was read stays
+    for entry in watched.entries().values():
+        with contextlib.suppress(*UNREADABLE):  # the page will show the error
+            entry.document()
+    gc.freeze()  # the garbage collector need not look at what was read
     gc.enable()

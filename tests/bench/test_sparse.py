@@ -38,7 +38,7 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(bench_gpu, "_GPU", torch.device("cpu"))
     monkeypatch.setattr(bench_run, "measure_machine", lambda device: Machine(1e9, 1e9))
     monkeypatch.setattr(bench_gpu, "_peak_bytes", lambda call: (call(), 5_000_000)[1])
-    monkeypatch.setattr(bench_gpu, "_captured", lambda call: call)
+    monkeypatch.setattr(bench_gpu, "captured_call", lambda call, device: call)
     monkeypatch.setattr(bench_gpu, "synced_seconds_of", lambda call, num: (call(), 2e-3)[1])
     monkeypatch.setattr(bench_gpu, "gc", SimpleNamespace(collect=lambda: None))  # takes long in a process full of tests
 
@@ -78,7 +78,7 @@ def test_benchmark_notes_kernels_that_fail_and_goes_on(monkeypatch, no_gpu):
     assert "\nnot measured: csr at 128, 1/8: RuntimeError: illegal instruction\n" in table
     assert "\nproduct" in table
     assert "auto: dense" in table
-    monkeypatch.setattr(bench_gpu, "_captured", fails)
+    monkeypatch.setattr(bench_gpu, "captured_call", fails)
     table = bench_sparse(**TINY)
     assert "\nnot measured: dense bf16 captured at 128, 1/8: RuntimeError: illegal instruction\n" in table
     monkeypatch.setattr(bench_gpu, "_timed", fails)

@@ -106,10 +106,10 @@ def test_quiet_command_says_its_answer_and_warnings_only(command, in_folder):
     [
         ("trian", "smupar: no command is called 'trian': did you mean train or transfer? smupar --help lists the commands\n"),
         ("train --widht 3", "smupar: train has no flag --widht: did you mean --width"),
-        ("train --width x", "smupar: --width takes a whole number, got 'x': smupar train --help shows what it takes\n"),
+        ("train --width x", "smupar: --width takes a whole number, got 'x': see smupar train --help\n"),
         ("train --dtype fp16", "smupar: --dtype takes one of fp32, bf16, got 'fp16'"),
-        ("train --rule", "smupar: --rule needs a value: smupar train --help"),
-        ("report", "smupar: missing: FOLDER: smupar report --help"),
+        ("train --rule", "smupar: --rule needs a value: see smupar train --help"),
+        ("report", "smupar: missing: FOLDER: see smupar report --help"),
         ("sweep", "smupar: sweep needs an axis: name a field and its values, for example smupar sweep lr=2^-10..2^-4\n"),
         ("transfer --rul sp", "smupar: transfer has no flag --rul: did you mean --rules"),
         ("completion fish", "smupar: completion needs a shell, bash or zsh: smupar completion bash\n"),

@@ -32,7 +32,10 @@ def test_import_smupar_loads_nothing_above_the_core():
 
 
 def test_rules_prints_the_smupar_column(command):
-    lines = command("rules").stdout.splitlines()
+    short = command("rules").stdout.splitlines()
+    assert "  LR       eta                 eta / m_in              eta / (m_in m_rho)" in short
+    assert max(map(len, short[:-1])) < 80  # the table; then comes a sentence
+    lines = command("rules", "--full").stdout.splitlines()
     hidden = next(line for line in lines if line.startswith("hidden LR (Adam family)"))
     assert "eta / (m_in m_rho)" in hidden
     assert next(line for line in lines if line.startswith("unembedding forward")).count("alpha_out x W^T / m_in") == 4

@@ -39,14 +39,15 @@ def help_of(command: str, tier: str = "--help-all", columns: int = 1000) -> str:
 
 def shown(command: str) -> dict[str, str]:
     """Each flag, argument or command in a command's help, as it is typed, and its default."""
-    found, name = {}, ""
+    texts, name = {}, ""
     for line in help_of(command).splitlines():
         if entry := re.match(r"  (\S.*?)(?:  +(.*))?$", line):
             name = entry[1]
-            found[name] = ""
-        if default := re.search(r"\(default: (.*)\)$", line):
-            found[name] = f"default {default[1]}"
-    return found
+            texts[name] = entry[2] or ""
+        elif name:
+            texts[name] += f" {line.strip()}"  # a long sentence goes on in further lines
+    defaults = {name: re.search(r"\(default: (.*?)\)\s*(?:$|  )", text) for name, text in texts.items()}
+    return {name: f"default {default[1]}" if default else "" for name, default in defaults.items()}
 
 
 @pytest.mark.parametrize("command", HELPS)
@@ -83,7 +84,7 @@ def test_no_flag_is_shown_that_is_refused(name, command):
         value = {"record": [], "correction": ["fixed"]}.get(hidden, ["1"])
         done = command(name, f"--{hidden.replace('_', '-')}", *value)
         assert done.returncode == 2
-        assert f"{name} has no use for --" in done.stderr
+        assert f"{name} does not take --" in done.stderr
 
 
 def test_swept_field_of_a_transfer_study_is_not_a_flag_of_it():

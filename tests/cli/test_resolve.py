@@ -81,12 +81,12 @@ def test_proxy_of_a_search_is_dense_and_as_wide_as_its_base():
 
 @pytest.mark.parametrize("name", ["width", "sparsity", "rule", "correction", "follow", "record", "lr"])
 def test_what_transfer_sets_itself_is_refused(name):
-    with pytest.raises(ValueError, match=f"transfer has no use for --{name}: "):
+    with pytest.raises(ValueError, match=f"transfer does not take --{name}: "):
         resolve(TransferConfig, Request({name: getattr(RunConfig(), name, 64)}))
 
 
 def test_swept_axis_is_refused_by_its_flag():
-    with pytest.raises(ValueError, match="transfer has no use for --init-std: it is the swept field, name its values with"):
+    with pytest.raises(ValueError, match="transfer does not take --init-std: it is the swept field, give its values with"):
         resolve(TransferConfig, Request({"axis": "init_std", "init_std": 0.1}))
     assert resolve(TransferConfig, Request({"axis": "init_std", "lr": 0.1})).run.lr == 0.1
 

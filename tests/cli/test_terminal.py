@@ -92,4 +92,4 @@ def test_closed_streams_are_no_error(closed):
         ["sh", "-c", f'exec {closed}>&-; exec "$0" "$@"', *COMMAND, "rules"], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert ("hidden LR" in done.stdout) == (closed != 1)
+    assert ("eta / (m_in m_rho)" in done.stdout) == (closed != 1)

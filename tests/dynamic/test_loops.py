@@ -143,7 +143,7 @@ def test_masks_from_weights_that_are_kept_alone_are_those_of_the_dense_ones():
     smupar.sparsify_storage(model, plan, backend="csr")
     sparse = smupar.magnitude_masks(model, plan, density=0.25)
     assert all(torch.equal(dense[name], sparse[name]) for name in SIZES)
-    with pytest.raises(ValueError, match="keeps only its non-zeros: SNIP looks at a dense model"):
+    with pytest.raises(ValueError, match="keeps only its non-zeros: SNIP needs a dense model"):
         smupar.snip_masks(model, plan, lambda model, batch: model(batch).sum(), [tokens_of(0)[0]], density=0.25)
 
 
@@ -193,7 +193,7 @@ def test_sparsifier_of_an_optimizer_that_never_steps_says_so():
     optimize(model, adamw(model, plan), 0)
     for _ in range(999):
         rigl.step()
-    with pytest.warns(smupar.PlanWarning, match="called 1000 times, but no step of the optimizer was seen"):
+    with pytest.warns(smupar.PlanWarning, match="called 1000 times, but its optimizer made no step"):
         rigl.step()
 
 
@@ -244,7 +244,7 @@ def test_imp_rewinds_running_statistics():
 def test_snip_of_a_frozen_weight_is_refused_and_an_unused_one_counts_as_useless():
     model, plan = make(1.0)
     model.up.weight.requires_grad_(False)
-    with pytest.raises(ValueError, match=r"'up\.weight' is frozen, and SNIP needs its gradient"):
+    with pytest.raises(ValueError, match=r"'up\.weight' is frozen, but SNIP needs its gradient"):
         smupar.snip_masks(model, plan, loss_of, [tokens_of(0)], density=0.5)
     model.up.weight.requires_grad_(True)
     masks = smupar.snip_masks(
@@ -290,7 +290,7 @@ def test_rates_of_two_models_in_one_optimizer_are_refused():
     groups = [smupar.param_groups(model, plan, lr=0.01) for model, plan in ((one, its), (other, others))]
     optimizer = torch.optim.AdamW(groups[0] + groups[1])
     smupar.GMP(one, its, optimizer, density=1 / 2, every=1, stop=2)
-    with pytest.raises(ValueError, match="give each model an optimizer of its own"):
+    with pytest.raises(ValueError, match="give each model its own optimizer"):
         smupar.GMP(other, others, optimizer, density=1 / 16, every=1, stop=2)
 
 

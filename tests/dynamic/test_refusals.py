@@ -64,19 +64,19 @@ REFUSED = [
     ("RigL", {"stop": 10, "start_from": 1.0}, DENSE),
     ("SET", {"stop": 10, "start_from": 1.0}, DENSE),
     ("GMP", {"stop": 10, "density": 0.5, "start_from": 0.25},
-     r"'mix.weight' has density 0\.25 already and would be pruned to 0\.5"),
+     r"'mix.weight' already has density 0\.25, and pruning would end at 0\.5"),
     ("GMP", {"stop": 10, "density": 0.001}, NOTHING_LEFT),
     ("RigL", {"stop": 100, "optimizer": of_another_model}, OTHER_MODEL),
     ("GMP", {"stop": 100, "density": 0.1, "optimizer": of_another_model}, OTHER_MODEL),
     ("GMP", {"stop": 10, "density": 0.1, "optimizer": plain},
      r"group with '.*weight' was not made by smupar\.param_groups: build the optimizer from"),
     ("GMP", {"stop": 10, "density": 0.1, "optimizer": scheduled},
-     r"a scheduler was made for this optimizer already.*make the scheduler afterwards"),
+     r"this optimizer already has a scheduler.*make the scheduler afterwards"),
     ("RigL", {"stop": 10, "restart_bias_correction": True, "optimizer": sgd}, RESTART + "SGD: leave it out"),
     ("SET", {"stop": 10, "restart_bias_correction": True, "optimizer": sgd}, RESTART + "SGD: leave it out"),
     ("RigL", {"stop": 10, "restart_bias_correction": True, "optimizer": amsgrad}, RESTART + "AdamW"),
     *((kind, {"stop": 10, "start_from": 0.5, "plan_settings": {"pattern": pattern}, **own},
-       rf"masks that move are unstructured, pattern '{pattern}' would be lost")
+       rf"masks that move are unstructured, so pattern '{pattern}' would be lost")
       for pattern in ("2:4", "fan_in") for kind, own in (("RigL", {}), ("SET", {}), ("GMP", {"density": 0.1}))),
 ]  # fmt: skip
 
@@ -138,6 +138,6 @@ def test_masks_at_init_that_make_no_sense_are_refused():
 def test_rigl_without_a_gradient_says_so():
     _, optimizer, rigl = moving("RigL", every=1, stop=10)
     optimizer.step()
-    message = r"'mix.weight' got no gradient that RigL could look at: call sparsifier\.step\(\) after"
+    message = r"'mix.weight' got no dense gradient, which RigL needs: call sparsifier\.step\(\) after"
     with pytest.raises(ValueError, match=message):
         rigl.step()

@@ -71,6 +71,28 @@ def test_stack_on_a_gpu_gives_the_losses_of_single_runs(text, compiled):
         assert distance(stacked[:, index], plain(config, text, compile=False)) < 1e-4
 
 
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+def test_stack_with_fused_attention_gives_the_losses_of_products(text, head_dim):
+    model = replace(RUN.model, head_dim=head_dim)
+    bag = [replace(config, model=model, dtype="bf16", seq_len=256, batch_size=4) for config in BAG]
+    fused, products = (losses_of(GPTStack(bag, text, GPU, attention=kernel).step) for kernel in ("fused", "products"))
+    assert distance(fused[:5], products[:5]) < 5e-4
+    assert distance(fused[-5:].mean(0), products[-5:].mean(0)) < 5e-3  # as two seeds of the rounding differ
+
+
+def test_memory_of_fused_attention_grows_with_the_length_and_not_with_its_square(text):
+    def peak(seq_len, kernel):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        runs = [replace(config, dtype="bf16", seq_len=seq_len, batch_size=8192 // seq_len) for config in BAG]
+        stack = GPTStack(runs, text, GPU, compile=False, attention=kernel)
+        stack.step(0)
+        return torch.cuda.max_memory_allocated()
+
+    assert peak(2048, "fused") < 1.2 * peak(256, "fused")  # as many tokens in both
+    assert peak(2048, "products") > 2 * peak(256, "products")
+
+
 def test_refilled_stack_gives_the_losses_of_a_new_one(text):
     stack = GPTStack(BAG, text, GPU, own_batches=True)
     losses_of(stack.step)

@@ -125,6 +125,34 @@ def test_a_stack_can_be_refilled_with_runs_of_another_depth_rule(text, order):
     assert relative(ours[:, 0], one_by_one(second, text, 5)[0]) < 1e-5
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_attention_by_a_fused_kernel_gives_the_losses_of_products(text, dtype):
+    bag = [replace(config, dtype=dtype) for config in BAG[:3]]
+    stacks = {kernel: GPTStack(bag, text, torch.device("cpu"), attention=kernel) for kernel in ("fused", "products")}
+    by = {kernel: torch.stack([stack.step(step) for step in range(5)]) for kernel, stack in stacks.items()}
+    assert relative(by["fused"], by["products"]) < {"fp32": 1e-6, "bf16": 2e-3}[dtype]
+
+
+@pytest.mark.slow  # compiles for half a minute
+@pytest.mark.filterwarnings("default")  # torch warns of itself when it compiles
+def test_compiled_stack_is_refilled_with_any_runs_of_its_key_without_compiling_again(text):
+    first = replace(BASE, clip=1.0, seed=0)
+    others = [
+        [replace(first, lr=2**-9), replace(first, rule="mup", sparsity=0.0)],
+        [replace(first, rule="sp", seed=3), replace(first, decay="coupled", weight_decay=0.3)],
+        [replace(first, decayed="hidden", clip=5.0), replace(first, pattern="2:4", schedule="cosine", alpha_input=2.0)],
+        [replace(first, dynamic="rigl", mask_every=2), replace(first, dynamic="gmp", mask_every=2)],
+    ]
+    stack = GPTStack([first, replace(first, seed=1)], text, torch.device("cpu"), compile=True)
+    stack.step(0)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for bag in others:
+            stack.refill(bag)
+            ours = torch.stack([stack.step(step) for step in range(6)])
+            theirs = GPTStack(bag, text, torch.device("cpu"), own_batches=True)
+            assert relative(ours, torch.stack([theirs.step(step) for step in range(6)])) < 1e-4, bag
+
+
 def test_diverged_run_is_frozen_and_does_not_hurt_its_neighbours(text):
     wild = replace(BASE, optimizer="sgd", sparsity=0.5, lr=1e12)
     calm = replace(wild, lr=0.05)
@@ -280,7 +308,7 @@ def with_layer(layer):
 @pytest.mark.parametrize(
     ("build", "widths", "optimizer", "message"),
     [
-        (make, (32, 64), "adamw", r"model 1 has '0.weight' as \(64, 8\), the first one as \(32, 8\)"),
+        (make, (32, 64), "adamw", r"'0.weight' has shape \(64, 8\) in model 1, but \(32, 8\) in the first"),
         (make, (32,), "nadam", "nadam cannot be stacked: use one of adamw"),
         (with_layer(nn.BatchNorm1d), (32,), "adamw", "'1' keeps running statistics"),
         (with_layer(lambda width: nn.Dropout(0.1)), (32,), "adamw", "'1' draws random numbers"),

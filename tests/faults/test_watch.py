@@ -110,6 +110,6 @@ def test_values_of_any_type_are_answered_for(folder, capfd, file):
 def test_damaged_run_is_named_on_the_page(folder):
     (folder / "run/config.json").write_text("[")
     with serving([folder], port=0) as server:
-        [document] = [thing.document() for thing in server.watched.things().values() if thing.folder == folder]
+        [document] = [entry.document() for entry in server.watched.entries().values() if entry.folder == folder]
     assert "Left out: " in document["sentence"]
     assert "run/config.json is damaged" in document["sentence"]

@@ -169,14 +169,14 @@ def test_what_is_too_long_loses_its_beginning(run):
 def test_requests_that_cannot_be_scored_raise(run):
     subject = load_scoring_model(run, CPU)
     assert encode_pair(subject, _asked((" ", "a"))[0], 9) == ([0], [32, 97])
-    with pytest.raises(ValueError, match="document 0 of piqa has a continuation of 5 tokens, the model takes 1 to 4"):
+    with pytest.raises(ValueError, match="document 0 of piqa has a continuation of 5 tokens, but the model takes 1 to 4"):
         encode_pair(subject, _asked(("a", "abcde"))[0], 4)
     with pytest.raises(ValueError, match="document 0 of piqa has a continuation of 0 tokens"):
         encode_pair(subject, _asked(("a", ""))[0], 4)
     model, _ = load_model(run)
     letters = json.dumps({"version": "1.0", "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 999}, "unk_token": "a"}})
     subject = scoring_model_of(model, Tokenizer("letters", letters), {})
-    with pytest.raises(ValueError, match="has no context, and the tokenizer no end-of-text token"):
+    with pytest.raises(ValueError, match="has no context, and the tokenizer has no end-of-text token"):
         encode_pair(subject, _asked(("", "a"))[0], 4)
     words = Tokenizer("words", letters.replace('"a": 0', '"</s>": 0, "a": 1'))
     with pytest.raises(ValueError, match="has token 999, beyond the model's vocabulary of 320"):

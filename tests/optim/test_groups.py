@@ -345,7 +345,7 @@ def test_extra_groups_are_appended_as_copies_and_take_their_parameters():
 def test_extra_group_takes_parameters_the_plan_does_not_know():
     model, plan = mlp()
     model.scale = nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match=r"the plan does not know scale.*extra="):
+    with pytest.raises(ValueError, match=r"the plan has no row for scale.*extra="):
         smupar.param_groups(model, plan, lr=0.01)
     groups = smupar.param_groups(model, plan, lr=0.01, extra=[{"params": [model.scale], "lr": 0.5}])
     assert by_name(model, groups, "lr")["scale"] == 0.5
@@ -512,7 +512,7 @@ def test_weights_that_were_tied_and_are_not_any_more_are_to_be_tied_again():
     if model["head"].weight is model["embedding"].weight:  # as some versions of torch keep it
         model["head"].weight = nn.Parameter(model["head"].weight.detach().clone())
     with pytest.raises(
-        ValueError, match=r"'head\.weight' was tied to another parameter when the plan was made and no longer is"
+        ValueError, match=r"'head\.weight' was tied to another parameter when the plan was made, but no longer is"
     ):
         smupar.param_groups(model, plan, lr=0.01)
 
@@ -535,7 +535,7 @@ REFUSED = [
     ({"decay": "decoupled"}, r"decay must be one of 'independent', 'coupled', got 'decoupled'"),
     ({"eps": "scaled"}, r"eps must be one of 'constant', 'width'"),
     ({"only": "vectors"}, r"only must be one of None, 'hidden', 'rest'"),
-    ({"plan": feed_forward_plan}, "the plan is of another model"),
+    ({"plan": feed_forward_plan}, "the plan belongs to another model"),
     ({"plan": wider_plan}, "another"),
     ({"optimizer": "adafactor"}, ADAFACTOR),
     ({"optimizer": torch.optim.Adafactor}, ADAFACTOR),

@@ -65,6 +65,20 @@ def test_temporary_file_of_a_killed_process_is_removed_and_others_stay(tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "a.json", *others])
 
 
+def test_name_of_a_folder_that_is_not_utf_8_can_be_written(tmp_path):
+    write_atomic(tmp_path / "a.md", os.fsdecode(b"gr\xf6\xdfe"))
+    assert (tmp_path / "a.md").read_text(encoding="utf-8") == r"gr\udcf6\udcdfe"
+
+
+def test_link_in_place_of_the_temporary_file_is_not_followed(tmp_path):
+    """In a folder that users share, another one may have put it there."""
+    (tmp_path / "theirs").write_text("theirs")
+    (tmp_path / f"a.json.{os.getpid()}.tmp").symlink_to(tmp_path / "theirs")
+    write_atomic(tmp_path / "a.json", "{}")
+    assert (tmp_path / "theirs").read_text() == "theirs"
+    assert (tmp_path / "a.json").read_text() == "{}"
+
+
 def test_links_and_devices_are_written_to_and_not_replaced(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "file")
     write_atomic(tmp_path / "link", b"text")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from smupar.output.json_files import (
     DamagedFileError,
+    EditedWarning,
     as_record,
     is_sealed,
     parse_object,
@@ -103,6 +105,15 @@ def test_damaged_file_is_named_with_its_remedy(tmp_path: Path, content: bytes, c
     assert str(path) in str(caught.value)
     assert complaint in str(caught.value)
     assert str(caught.value).endswith(": delete it")
+
+
+def test_file_that_people_edit_is_used_as_it_is_with_a_note() -> None:
+    text = sealed_json({"lr": 0.25})
+    with warnings.catch_warnings(action="error"):
+        assert parse_object(text, source="best.json", remedy="", may_be_edited=True) == {"lr": 0.25}
+    with pytest.warns(EditedWarning, match=r"^best\.json has changed since smupar wrote it, .* it is damaged: make it again$"):
+        edited = parse_object(text.replace("0.25", "0.5"), source="best.json", remedy="make it again", may_be_edited=True)
+    assert edited == {"lr": 0.5}
 
 
 def test_missing_file_is_named(tmp_path: Path) -> None:

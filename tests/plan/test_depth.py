@@ -175,7 +175,7 @@ def test_plan_keeps_its_branches_in_json_and_prints_them():
     printed = str(plan)
     assert "m_depth" in printed
     assert "branch 0.25" in printed
-    assert "'blocks' has 4 times as many layers as the base: depth rule CompleteP (alpha 1)" in printed
+    assert "'blocks' has 4 times as many layers as the base; depth rule CompleteP (alpha 1)" in printed
 
 
 REFUSALS = {

@@ -319,7 +319,7 @@ def test_nonsense_is_refused_and_leaves_nothing(make, facts, message):
 def test_registering_twice_is_fine_with_the_same_facts_only():
     for _ in range(2):
         smupar.register_layer(MyLinear, in_dim=0, out_dim=1, product=torch.matmul)
-    with pytest.raises(ValueError, match="MyLinear is registered already, with other facts: register it once"):
+    with pytest.raises(ValueError, match="MyLinear is registered already, with other arguments: register it once"):
         smupar.register_layer(MyLinear, in_dim=1, out_dim=0, product=torch.matmul)
     assert kind_of(MyLinear(2, 3)).in_dims == (0,)
 

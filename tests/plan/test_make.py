@@ -241,7 +241,7 @@ def test_warning_points_at_the_caller_of_parameterize():
 
 def test_sp_notes_that_it_has_no_alphas():
     plan = plan_mlp(64, 16, rule="sp", alpha_input=ALPHA_INPUT)
-    assert [str(note) for note in plan.notes] == ["SP has no alpha_input and alpha_output: they are not used"]
+    assert [str(note) for note in plan.notes] == ["SP does not use alpha_input and alpha_output"]
     assert plan["embed.weight"].forward == (("embed", 1.0),)
     assert plan.output_factor == 1.0
 
@@ -308,9 +308,9 @@ REFUSED = [
     ({"masks": {"fc1.weight": own_mask(5, size=32)}}, r"shape \(32, 32\), the parameter \(64, 64\)"),
     ({"masks": {"fc1.weight": own_mask(5) * 0.5}}, "values other than 0 and 1"),
     ({"masks": {"fc1.weight": own_mask(0)}}, "keeps no weight at all"),
-    ({"masks": {"fc1.weight": own_mask(5), "fc1.weight_mask": own_mask(6)}}, "'fc1.weight' is there twice"),
+    ({"masks": {"fc1.weight": own_mask(5), "fc1.weight_mask": own_mask(6)}}, "'fc1.weight' is given twice"),
     ({"masks": {"head.weight": torch.ones(5, 64, dtype=torch.bool)}}, "only hidden weights are made sparse"),
-    ({"init_std": {"fc*": 0.1}}, r"init_std says nothing about embed.weight, head.weight; add a last line"),
+    ({"init_std": {"fc*": 0.1}}, r"init_std does not cover embed.weight, head.weight; add a last line"),
     ({"init_std": {"fc1.bias": 0.1, "*": 0.1}}, r"init_std: 'fc1.bias' matches none of the weights that get an init"),
     *(({"init_std": std}, "init_std must") for std in (-0.1, NAN, INF, "xavier", True, None, {"*": -1}, {"*": "fan_out"})),
     *(({alpha: value}, f"{alpha} must be a finite number")
@@ -356,5 +356,5 @@ def test_kappa_is_asked_for_by_the_rule_that_has_one():
         plan_mlp(64, 16, rule="smupar-aligned")
     with pytest.raises(ValueError, match="rule 'smupar' has no kappa: leave kappa=3 out"):
         plan_mlp(64, 16, kappa=3)
-    with pytest.raises(ValueError, match="kappa must be a number from 0 on"):
+    with pytest.raises(ValueError, match="kappa must be a number, at least 0"):
         plan_mlp(64, 16, rule="smupar-aligned", kappa=-1)

@@ -69,7 +69,7 @@ def test_plan_of_the_first_version_loads():
 
 
 def without_rows():
-    plan = json.loads(plan_mlp(64, 16).to_json())
+    plan = plan_mlp(64, 16).as_json
     del plan["rows"]
     return json.dumps(plan)
 
@@ -78,6 +78,12 @@ def without_rows():
 def test_from_json_of_something_else_raises(text):
     with pytest.raises(ValueError):
         smupar.Plan.from_json(text)
+
+
+def test_edited_plan_is_read_with_a_note():
+    text = plan_mlp(64, 16).to_json().replace('"adam": 0.25', '"adam": 0.75', 1)
+    with pytest.warns(UserWarning, match=r"^plan\.json has changed since smupar wrote it"):
+        assert smupar.Plan.from_json(text, source="plan.json").diff(plan_mlp(64, 16)) != []
 
 
 def test_from_json_of_another_format_says_what_it_wants():

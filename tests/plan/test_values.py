@@ -112,7 +112,7 @@ def test_vector_of_another_size_that_no_width_explains_is_named():
     model, base = Positions(1024, 0), Positions(256, 0)
     with torch.no_grad():
         model.token.mul_(7.3)
-    with pytest.warns(smupar.PlanWarning, match="'token' have another size than in the base"):
+    with pytest.warns(smupar.PlanWarning, match="'token' differ in size from the base's"):
         plan = smupar.make_plan(model, base=base)
     assert plan["token"].kept_factor == 1
 
@@ -137,7 +137,7 @@ def test_weights_that_start_at_zero_stay_zero():
     assert model.waiting.any()
     lines = {line.split()[0]: line.split() for line in str(plan).splitlines() if line.strip()}
     assert "zero" in lines["gate.weight"]
-    assert "'gate.weight', 'head.weight': the model starts with zeros here, and they stay" in str(plan)
+    assert "'gate.weight', 'head.weight': the model sets these weights to zero, and they stay zero" in str(plan)
     assert smupar.audit(model, plan) == []
 
 

@@ -66,6 +66,10 @@ DAMAGES = {
         write_sealed(run / "summary.json", unsealed(run / "summary.json")),
         change_digit(run / "summary.json", '"train_loss": 4.', '"train_loss": 3.'),
     ),
+    "summary without a field": lambda run: (
+        unsealed(run / "summary.json"),
+        change_digit(run / "summary.json", '"num_parameters"', '"num_weights"'),
+    ),
     "empty summary": lambda run: (run / "summary.json").write_text(""),
     "summary that is a list": lambda run: (run / "summary.json").write_text("[]"),
     "cut config": lambda run: (run / "config.json").write_text((run / "config.json").read_text()[:100]),
@@ -96,6 +100,27 @@ def test_damaged_run_is_left_out_aloud_and_run_again(study, sweep, damage, capsy
     for name in ("table.csv", "table.json"):
         assert (study.folder / name).read_bytes() == (sweep.folder / name).read_bytes()
     assert (study.folder / "damaged" / damaged).is_dir()
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_run_whose_summary_is_lost_is_named(study, sweep, capsys):
+    lost = run_id(study, 0.02)
+    (study.runs / lost / "summary.json").unlink()
+    main(["report", str(study.folder)])
+    said = capsys.readouterr()
+    assert said.err.count(f"run {lost} is left out, and the study's command runs it again: {study.runs / lost}") == 1
+    assert "Not finished: 2 of 3 runs are done" in said.out
+    main([*SWEEP, "--out", str(study.folder)])
+    assert (study.folder / "table.csv").read_bytes() == (sweep.folder / "table.csv").read_bytes()
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_lost_record_of_stacks_is_said(study, capsys):
+    """The run that is left would be trained in a stack of another size."""
+    shutil.rmtree(study.stacks)
+    shutil.rmtree(study.runs / run_id(study, 0.02))
+    main([*SWEEP, "--out", str(study.folder)])
+    assert f"{study.stacks} does not say in which stacks 2 runs were trained" in capsys.readouterr().err
 
 
 # Files of the study

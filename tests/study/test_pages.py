@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from smupar.lm.config.run import ModelConfig, RunConfig
-from smupar.study.curves import Line, Panel, Point, chart_of, draw_png, line_of
+from smupar.study.curves import Line, Panel, Point, chart_of, interval, line_of, octaves
 from smupar.study.definition import curve_of
+from smupar.study.picture import draw_png
 from smupar.study.report import write_report
 from smupar.study.store import Result, Study
 from tests.study.test_study import summary
@@ -73,3 +74,43 @@ def test_x_can_fall_from_left_to_right(tmp_path, monkeypatch):
     draw_png([panel], tmp_path / "x.png")
     left, right = drawn[0].axes[0].get_xlim()
     assert left > right
+
+
+def parabola(best, values, label):
+    """A curve over learning rates 2^values with its vertex at 2^best, as a line."""
+    points = tuple(Point(2.0**value, (value - best) ** 2) for value in values)
+    nearest = 2.0 ** min(values, key=lambda value: abs(value - best))
+    return Line(label, points, best=nearest, optimum=2.0**best)
+
+
+@pytest.mark.parametrize(
+    ("best", "found", "words"),
+    [
+        (-6.0, (2**-6, 2**-7, 2**-5, 0), ""),
+        (-5.5, (2**-5.5, 2**-7, 2**-5, 0), "+0.5 octaves"),
+        (-7.5, (2**-7.5, 2**-9, 2**-7, 0), "\N{MINUS SIGN}1.5 octaves"),
+        (-2.0, (2**-4, 2**-5, 2**-4, 1), "+2.0 octaves or more"),  # beyond the right end, which is at 2^-4
+        (-11.0, (2**-9, 2**-9, 2**-8, -1), "\N{MINUS SIGN}3.0 octaves or more"),
+    ],
+)
+def test_optimum_has_an_interval_and_octaves_from_the_reference(best, found, words):
+    line = parabola(best, range(-9, -3), "x")
+    x, low, high, side = interval(line)
+    assert (x, low, high, side) == pytest.approx(found)
+    assert octaves(2.0**-6, x, side) == words
+    (drawn,) = chart_of(Panel("", "x", "y", (line,)))["lines"]
+    assert drawn["best"]["smooth"] == pytest.approx(x, rel=1e-5)
+    assert (drawn["best"]["low"] is None) == (side != 0)
+
+
+def test_picture_has_a_row_above_the_curves_for_each_optimum(tmp_path, monkeypatch):
+    figure = pytest.importorskip("matplotlib.figure")
+    drawn = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
+    lines = (parabola(-6, range(-9, -3), "dense"), parabola(-8, range(-9, -3), "sparse"))
+    draw_png([Panel("SP", "learning rate", "loss", lines, marked_x=2**-6)], tmp_path / "x.png")
+    rows, curves = drawn[0].axes
+    assert [text.get_text() for text in rows.get_yticklabels()] == ["dense", "sparse"]
+    assert [text.get_text() for text in rows.texts] == ["", "\N{MINUS SIGN}2.0 octaves"]
+    assert rows.get_xlim() == curves.get_xlim()
+    assert curves.get_legend() is None

@@ -138,7 +138,7 @@ def test_workers_keep_the_weights_of_a_study_that_keeps_them(shared_cluster, tmp
 def test_error_of_a_worker_is_one_line_and_finished_runs_stay(shared_cluster, tmp_path):
     good, bad = replace(TINY, steps=20), replace(TINY, steps=20, data=str(tmp_path / "nowhere"))
     with Study.open(tmp_path / "study", {}, "") as study:
-        with pytest.raises(ValueError, match=r"^1 of 2 runs have no result \(.*nowhere.*the same command goes on$"):
+        with pytest.raises(ValueError, match=r"^1 of 2 runs have no result \(.*nowhere.*start the same command again$"):
             execute_on_ray(study, [good, bad], address=shared_cluster.address)
         assert study.missing([good, bad]) == [bad]
 

@@ -26,10 +26,11 @@ from smupar.lm.run.train import train
 from smupar.output.files import locked
 from smupar.output.page import read_page
 from smupar.study.config import EngineConfig, TransferConfig
-from smupar.study.curves import Line, Panel, Point, draw_png
+from smupar.study.curves import Line, Panel, Point
 from smupar.study.definition import more_seeds
 from smupar.study.engines import StudyProgress, execute, groups, largest_stack, run_group, run_study, settle
 from smupar.study.optima import Curve, move_in_words, moved
+from smupar.study.picture import draw_png
 from smupar.study.report import write_report
 from smupar.study.space import grid, parse_axes, parse_axis
 from smupar.study.store import Study
@@ -231,7 +232,7 @@ def test_stack_that_a_signal_stops_says_what_is_kept(tmp_path, number, code):
     os.kill(process.pid, number)
     process.join()
     assert process.exitcode == code
-    assert "0 of 2 runs are done and kept; those that were running go on from their last save" in log.read_text()
+    assert "0 of 2 runs are done and kept. Start the same command again: runs that were interrupted continue" in log.read_text()
 
 
 # The store
@@ -276,7 +277,7 @@ def _quietly(folder, log):
 
 
 def test_second_process_on_a_study_is_refused(serial):
-    with locked(serial.folder), pytest.raises(ValueError, match="another process is at work"):
+    with locked(serial.folder), pytest.raises(ValueError, match="another process is working"):
         run(serial.folder, "serial", [])
 
 
@@ -473,8 +474,11 @@ def test_masks_that_hardly_move_are_told(dynamic, tmp_path):
     ("command", "message"),
     [
         ("transfer --axis alpha_output", "SP has no alpha_output to sweep: leave it out of --rules"),
-        ("transfer --rules smupar moment", "moment is SmuPar with the density of the moment: it needs --dynamic gmp or imp"),
-        ("transfer --base_width 32 --init_std 0.1 --axis init_std", "transfer has no use for --init-std"),
+        (
+            "transfer --rules smupar moment",
+            "moment is SmuPar with the current density of masks that move: it needs --dynamic gmp or imp",
+        ),
+        ("transfer --base_width 32 --init_std 0.1 --axis init_std", "transfer does not take --init-std"),
         ("transfer --pattern 2:4", "the pattern 2:4 keeps 2 of 4 weights: leave --sparsity out, or say 0.5"),
         ("transfer --widths 0", "seeds and widths must be at least 1, got 1 and 0"),
         ("train --pattern 2:0", "needs 0 < N < M"),
@@ -487,7 +491,7 @@ def test_masks_that_hardly_move_are_told(dynamic, tmp_path):
         ("train --optimizer sgd --betas 0.5 0.5", "--betas does nothing with --optimizer sgd"),
         ("train --context 64", "--context does nothing with --positions alibi: it is for learned"),
         ("train --gpus 8", "--gpus is for --dry-run; on several GPUs: torchrun"),
-        ("train --alpha-input -1", "alpha_input must be a number from 0 on"),
+        ("train --alpha-input -1", "alpha_input must be a number, at least 0"),
         ("train --dynamic gmp --drop-fraction 0.1", "--drop-fraction does nothing with --dynamic gmp: it is for rigl, set"),
         ("train --mask-every=10", "--mask-every does nothing with --dynamic none: it is for rigl, set, gmp"),
     ],
@@ -518,10 +522,10 @@ def test_mistaken_command_leaves_no_folder_behind(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--width 64", "no use for --width: name the targets' widths with --widths"),
-        ("--rule=sp", "no use for --rule: name the rules to compare with --rules"),
-        ("--lr 0.1", "no use for --lr: it is the swept field, name its values with --values"),
-        ("--axis init_std --init-std 0.1", "no use for --init-std: it is the swept field"),
+        ("--width 64", "does not take --width: name the targets' widths with --widths"),
+        ("--rule=sp", "does not take --rule: name the rules to compare with --rules"),
+        ("--lr 0.1", "does not take --lr: it is the swept field, give its values with --values"),
+        ("--axis init_std --init-std 0.1", "does not take --init-std: it is the swept field"),
         ("--follow x.json", "recorded and followed by --rules measured"),
     ],
 )
@@ -601,7 +605,7 @@ def test_target_of_which_every_run_diverged_counts_against_its_rule():
     text = sentence(config, verdicts)
     assert "SP's out of reach, SmuPar's 2x" in text
     assert "at 0.9375 sparsity and width 256 the proxy's best swept learning rate costs SP a diverged run, SmuPar 3.3%" in text
-    assert "No run ended, so there is no best learning rate: SP at sparsity 0.9375, width 256." in text
+    assert "Every run diverged, so there is no best learning rate: SP at sparsity 0.9375, width 256." in text
     assert "edge" not in text
     assert panels(config, verdicts)[0].lines[-1].best is None
 
@@ -777,11 +781,11 @@ def test_transfer_over_depth_says_which_depth():
     assert told.startswith("From the dense proxy of width 32 and depth 2 the best learning rate moved")
     assert "at 0.75 sparsity and width 64, depth 4 the proxy's best swept learning rate costs SmuPar 50.0%" in told
     lines = [line.label for line in panels(config.normalised, verdicts)[0].lines]
-    assert lines == ["dense proxy, width 32, depth 2", *(f"width 64, sparsity 0.75, depth {depth}" for depth in (2, 4))]
+    assert lines == ["proxy, width 32, depth 2", *(f"sparsity 0.75, depth {depth}" for depth in (2, 4))]
 
 
 def test_transfer_to_depths_below_the_base_is_refused():
-    with pytest.raises(ValueError, match=r"from the base depth 2 on, got \(1, 4\): tune on a model that is not deeper"):
+    with pytest.raises(ValueError, match=r"at least the base depth 2, got \(1, 4\): tune on a model that is not deeper"):
         TransferConfig(run=replace(TINY, model=replace(TINY.model, depth=4), base_depth=2), depths=(1, 4))
     with pytest.raises(ValueError, match="leave out --proxy-depth"):
         TransferConfig(run=TINY, depths=(2, 4), proxy_depth=2)

@@ -15,6 +15,7 @@ import pytest
 
 from smupar.cli.main import main
 from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.output.json_files import sealed_json
 from smupar.study.config import TUNED, EngineConfig, TuneConfig
 from smupar.study.engines import run_study
 from smupar.study.space import with_fields
@@ -148,7 +149,7 @@ def test_search_resumes_longer_and_repeats_nothing(tmp_path):
     text = tuned.explain()
     assert "the best of 8 samples" in text
     assert all(name in text for name in TUNED)
-    assert "8 samples are too few to tell which of them matters (from 16 on)" in text
+    assert "8 samples are too few to tell which of them matters: at least 16 are needed" in text
     assert "%" not in text
 
 
@@ -255,6 +256,13 @@ def test_good_file_is_read(tmp_path):
     assert read_hps(str(tmp_path)) == {name: value for name, value in GOOD.items() if name != "format"}
 
 
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_edited_file_is_read_with_a_note(tmp_path, capsys):
+    (tmp_path / "best.json").write_text(sealed_json(GOOD).replace("0.01", "0.02"))
+    main(["plan", "--hps", str(tmp_path)])
+    assert capsys.readouterr().err.count("best.json has changed since smupar wrote it") == 1
+
+
 def test_other_base_width_than_that_of_the_search_is_refused(tmp_path, capsys):
     (tmp_path / "best.json").write_text(json.dumps(GOOD))
     with pytest.raises(SystemExit):
@@ -273,6 +281,6 @@ def test_values_tuned_for_another_optimizer_or_rule_are_doubted(tmp_path):
     (tmp_path / "best.json").write_text(json.dumps(best))
     assert doubts(tmp_path, optimizer="AdamW", rule="mup") == []
     (line,) = doubts(tmp_path, optimizer="sgd", rule="smupar")
-    assert "was tuned with adamw, this is sgd" in line
+    assert "was tuned with adamw, this run uses sgd" in line
     (line,) = doubts(tmp_path / "best.json", optimizer="adamw", rule="sp")
-    assert "was tuned under smupar, this is sp" in line
+    assert "was tuned under smupar, this run uses sp" in line

@@ -37,7 +37,9 @@ def test_finished_transfer_study_says_how_far_optima_moved(tmp_path):
     assert sp["text"].startswith("-2.0 octaves at sparsity 0.75, width 64: best learning rate 0.0156 on the dense proxy, ")
     assert (smupar["value"], smupar["tone"]) == ("1.4x", "good")
     assert [chart["rule"] for chart in document["charts"]] == ["SP", "SmuPar"]
-    assert document["charts"][0]["shift"] == pytest.approx((2**-6, 2**-8))
+    chart = document["charts"][0]
+    assert chart["marked"][0] == pytest.approx(2**-6)
+    assert [line["best"]["smooth"] for line in chart["lines"]] == pytest.approx([2**-6, 2**-8])
     assert document["progress"]["done"] == document["progress"]["total"] == 24
     assert not document["is_live"]
 

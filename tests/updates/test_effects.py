@@ -10,7 +10,7 @@ import smupar
 from smupar.plan.optimizers import family_of
 from smupar.updates.meter import UpdatesWarning
 from smupar.updates.probe import NUM_TOKENS, some_rows
-from smupar.updates.trace import Trace, is_measured
+from smupar.updates.trace import LAW, Trace
 from tests.loops import OPTIMIZERS, adamw, assert_same_tensors, loss_of, make_step, optimizers_of, used_lrs, weights_of
 from tests.models import CLASSES
 from tests.updates.measured import Attending, Net, batch, inputs_of, make, ready, rms, started, train, used_rows
@@ -138,7 +138,7 @@ def test_recording_does_not_change_the_run(name, density):
 def test_first_twenty_steps_are_measured_then_every_fifth(proxy):
     assert proxy.at == [*range(20), 20, 25, 30, 35]
     assert proxy.num_steps == 40
-    assert [is_measured(number) for number in (19, 20, 21, 25)] == [True, True, False, True]
+    assert [LAW.is_measured(number) for number in (19, 20, 21, 25)] == [True, True, False, True]
 
 
 def test_step_without_a_learning_rate_is_not_measured():

@@ -280,7 +280,7 @@ def test_file_is_read_again_and_damage_is_noticed(tmp_path):
     (tmp_path / "observed.json").write_text(text.replace('"at": [1, 2, 3]', '"at": [1, 2, 4]'))
     with pytest.raises(DamagedFileError):
         Observation.load(tmp_path / "observed.json")
-    with pytest.raises(DamagedFileError, match="its steps must rise"):
+    with pytest.raises(DamagedFileError, match="steps must increase"):
         Observation.from_json(seen.to_json().replace('"at": [1, 2, 3]', '"at": [1, 2]'))
 
 

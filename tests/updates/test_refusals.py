@@ -33,11 +33,11 @@ def compiled(model, plan, optimizer):
 SPOILED = {
     "a scheduler made before": (
         scheduled("LambdaLR"),
-        r"a scheduler was made for this optimizer already.* make the scheduler afterwards",
+        r"this optimizer already has a scheduler.* make the scheduler afterwards",
     ),
     "another scheduler made before": (
         scheduled("CosineAnnealingLR"),
-        r"a scheduler was made for this optimizer already.* make the scheduler afterwards",
+        r"this optimizer already has a scheduler.* make the scheduler afterwards",
     ),
     "a model without a plan": (
         lambda model, plan, optimizer: (Net(32), optimizer),
@@ -100,7 +100,7 @@ def test_trace_of_a_shallower_proxy_is_refused_under_depth_mup():
     names = [f"blocks.0.{layer}.weight" for layer in ("attention.qkv", "attention.out", "mlp.gate", "mlp.up", "mlp.down")]
     trace = Trace(1, [0], {name: [1.0] for name in names}, dict.fromkeys(names, (32, 32)), optimizer="adamw")
     model, plan = build(run)
-    with pytest.raises(ValueError, match=r"the trace has 5 layers and the model 10 in deeper blocks: under depth-muP"):
+    with pytest.raises(ValueError, match=r"the model has 10 layers in lists that are deeper than the base's: under depth-muP"):
         smupar.follow_updates(model, plan, adamw(model, plan), trace=trace)
     model, plan = build(replace(run, depth_rule="completep"))
     smupar.follow_updates(model, plan, adamw(model, plan), trace=trace)

@@ -177,7 +177,7 @@ def test_absurd_trace_warns_once_and_is_held(proxy):
         model, plan = make()
         optimizer = adamw(model, plan, weight_decay=0.0, lr=1e-6)
         follower = smupar.follow_updates(model, plan, optimizer, trace=replace(proxy, effects=effects))
-        with pytest.warns(UpdatesWarning, match=rf"would be .* and is held at {held:g}") as caught:
+        with pytest.warns(UpdatesWarning, match=rf"would be .*, and is held at {held:g}") as caught:
             train(model, optimizer, range(3))
         assert len(caught) == 1
         assert set(follower.rates.measured.values()) == {held}
@@ -209,7 +209,7 @@ def test_target_that_diverges_keeps_its_last_factor_and_says_so_in_its_trace(pro
 def test_trace_of_another_optimizer_warns(proxy):
     model, plan = make()
     optimizers = optimizers_of("sgd", model, plan)
-    with pytest.warns(UpdatesWarning, match="recorded with adamw, this is sgd"):
+    with pytest.warns(UpdatesWarning, match="recorded with adamw, but this is sgd"):
         smupar.follow_updates(model, plan, optimizers, trace=proxy)
 
 

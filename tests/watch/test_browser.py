@@ -124,7 +124,7 @@ def test_points_tell_and_lead_to_their_runs(visit, served):
     marks = chart.locator(".scatterlayer .trace").nth(0).locator("path.point")
     marks.nth(2).hover(force=True)
     said = chart.locator(".hoverlayer").text_content()
-    for words in ("SmuPar, dense proxy, width 32", "learning rate 0.0078125 (2⁻⁷)", "loss 3.1", "run "):
+    for words in ("SmuPar, proxy, width 32", "learning rate 0.0078125 (2⁻⁷)", "loss 3.1", "run "):
         assert words in said
     box = marks.nth(2).bounding_box()
     page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
@@ -136,12 +136,24 @@ def test_points_tell_and_lead_to_their_runs(visit, served):
     assert not dialog.is_visible()
 
 
+def test_rows_above_the_curves_say_how_far_each_optimum_is(visit, served):
+    page = visit(served[0].url)
+    choose(page, "all")
+    plots = "[...document.querySelectorAll('#charts .plot')]"
+    assert page.evaluate(f"{plots}.map((plot) => plot.layout.annotations.map((note) => note.text))") == [
+        ["\N{MINUS SIGN}2.0 octaves"],
+        ["+0.5 octaves"],
+    ]
+    labels = page.locator("#charts .plot").first.locator(".y2tick").all_text_contents()
+    assert sorted(labels) == ["proxy, width 32", "sparsity 0.75"]
+
+
 def test_keyboard_reaches_points_and_runs(visit, served):
     page = visit(served[0].url)
     choose(page, "all")
     page.locator(".plot").first.focus()
     page.keyboard.press("ArrowRight")
-    assert "SP, dense proxy, width 32; learning rate 0.0019531 (2⁻⁹)" in page.locator("#said").text_content()
+    assert "SP, proxy, width 32; learning rate 0.0019531 (2⁻⁹)" in page.locator("#said").text_content()
     page.keyboard.press("Enter")
     assert page.get_by_role("dialog").is_visible()
     page.keyboard.press("Escape")
@@ -174,6 +186,11 @@ def test_filter_colour_and_sort(visit, served):
     titles = page.locator("#charts h3").all_inner_texts()
     assert titles == ["loss"]
     assert page.locator("#charts .keys li").all_inner_texts()[:2] == ["sparsity 0", "sparsity 0.75"]
+    left = "(plot) => [plot._fullLayout.width - plot.clientWidth, plot._fullLayout.height - plot.clientHeight]"
+    sizes = f"[...document.querySelectorAll('#charts .plot')].flatMap({left})"
+    page.wait_for_function(
+        f"() => {sizes}.every((left) => Math.abs(left) <= 1)"
+    )  # the chart fills its frame, which is wider now
     losses = "[...document.querySelectorAll('tbody tr')].map((row) => Number(row.cells[6].textContent))"
     column = page.locator("th", has=page.locator("#sort-loss"))
     for order, falls in (("ascending", False), ("descending", True)):
@@ -207,7 +224,7 @@ def test_studies_are_compared(visit, served):
     page.wait_for_selector(".comparison")
     assert "SP has moved 4x so far." in page.locator(".comparison").inner_text()
     assert page.evaluate("document.querySelectorAll('#charts .plot')[0].data.length") > before
-    assert page.locator("#charts .keys li", has_text="compared: width 64, sparsity 0.75").count() == 2
+    assert page.locator("#charts .keys li", has_text="compared: sparsity 0.75").count() == 2
 
 
 @pytest.mark.parametrize("dark", [False, True])

@@ -74,8 +74,8 @@ def test_run_that_ends_changes_the_version(watch, tmp_path):
     key = client.keys()["study"]
     before = client.json(f"/document.json?key={key}")
     end_run(tmp_path / "study" / "runs" / run.id, run)
-    (thing,) = client.server.watched.things().values()
-    thing._next = 0.0  # as if time had passed
+    (entry,) = client.server.watched.entries().values()
+    entry._next = 0.0  # as if time had passed
     after = client.json(f"/document.json?key={key}")
     assert after["version"] != before["version"]
     assert (before["progress"]["done"], after["progress"]["done"]) == (23, 24)

@@ -1,4 +1,4 @@
-"""Measures how much faster sparse execution is. It times training steps, dense and sparse side by side in one run.
+"""Measures how much faster sparse execution is, by timing dense and sparse training steps side by side in one run.
 
 The floor is a time that the machine cannot beat. It is computed from two speeds that are measured in the same run. Memory is
 counted at the speed of a copy: activations into and out of every layer, weights and optimizer state once. FLOPs are counted at

@@ -30,7 +30,7 @@ from smupar.bench.sparse.rows import (
     step_floor,
     synced_seconds_of,
 )
-from smupar.execute.cuda_graphs import WARM_UP, Graphed
+from smupar.execute.cuda_graphs import captured_call
 from smupar.execute.sparse import backends
 from smupar.execute.sparse.convert import sparsify_storage
 from smupar.execute.sparse.tiles import SlicedEll, multiply, pack
@@ -42,7 +42,7 @@ from smupar.plan.patterns import generator, parse_pattern
 DENSE, CAPTURED = "dense bf16", " captured"
 _GPU = torch.device("cuda")
 _HALF = torch.bfloat16
-_DRAWN = 1024  # size of the 2:4 mask that is drawn; larger masks repeat it
+_DRAWN = 1024  # size of the drawn 2:4 mask; larger masks repeat it
 
 _T = TypeVar("_T")
 
@@ -57,7 +57,7 @@ def bench(
     repeats: int,
     machine: Machine,
 ) -> Iterator[Part]:
-    """Measures case by case. If something cannot be measured here, the benchmark notes it and goes on."""
+    """Measures case by case. A case that cannot be measured here is noted and skipped."""
     layers = [
         *(("2:4", "2:4-transposable", each, 1 / 2) for each in widths),
         *(("csr", "random", width, density) for density in densities),
@@ -84,8 +84,8 @@ def bench(
 
 
 class Contestants:
-    """The calls that are timed in turn. Each side has a plain call and a captured call. A side that cannot be made or run is
-    noted and left out."""
+    """The calls to time in turns. Each side has a plain call and a captured call. A side that cannot be made or run is noted
+    and left out."""
 
     def __init__(self, width: int, density: float, tokens: int) -> None:
         self.width, self.density, self.tokens = width, density, tokens
@@ -107,7 +107,7 @@ class Contestants:
         if peak is None:
             return
         self.calls[side], self.peaks[side] = call, peak
-        if graph := self.attempt(f"{side}{CAPTURED}", lambda: _captured(call)):
+        if graph := self.attempt(f"{side}{CAPTURED}", lambda: captured_call(call, _GPU)):
             self.calls[f"{side}{CAPTURED}"] = graph
 
     def rows(self, what: str, held: dict[str, int], floor: Callable[[float], float], repeats: int) -> list[Row]:
@@ -168,7 +168,7 @@ def _mask(pattern: str, width: int, density: float) -> Tensor:
 def _passes(layer: nn.Module, x: Tensor, grad: Tensor) -> Call:
     def call() -> None:
         layer(x).backward(grad)
-        x.grad = layer.weight.grad = None  # so that gradients count in the memory of a pass
+        x.grad = layer.weight.grad = None  # so that the memory of a pass includes gradients
 
     return call
 
@@ -181,7 +181,7 @@ def _product(backend: str, sides: Contestants, repeats: int, machine: Machine) -
     mask = _mask("random", width, sides.density)
     values = torch.randn(int(mask.sum()), device=_GPU, dtype=_HALF)
     x = torch.randn(tokens, width, device=_GPU, dtype=_HALF)
-    matrix = torch.randn(width, width, device=_GPU, dtype=_HALF)  # not the sparse matrix, since a GPU multiplies zeros faster
+    matrix = torch.randn(width, width, device=_GPU, dtype=_HALF)  # random, since a GPU multiplies zeros faster
     sides.add(DENSE, lambda: x @ matrix.T)
     starts = torch.cat([torch.zeros(1, dtype=torch.int64, device=_GPU), mask.sum(1).cumsum(0)])
     columns = mask.nonzero()[:, 1].int()
@@ -197,7 +197,7 @@ def _product(backend: str, sides: Contestants, repeats: int, machine: Machine) -
         sides.add(f"{backend} with packing", lambda: multiply(x, layout, pack(values, layout)))
     with warnings.catch_warnings(action="ignore"):  # torch's CSR is in beta
         peer = torch.sparse_csr_tensor(starts.int(), columns, values, (width, width), check_invariants=False)
-    by_feature = x.T.contiguous()  # the layout of activations that suits cuSPARSE
+    by_feature = x.T.contiguous()  # cuSPARSE is fastest with this layout of activations
     sides.add("cuSPARSE", lambda: peer @ by_feature)
     return sides.rows("product", {}, lambda density: product_floor(width, tokens, density, machine), repeats)
 
@@ -241,7 +241,7 @@ def _steps(pattern: str, depth: int, backend: str, sides: Contestants, repeats: 
 
 
 def _peak_bytes(call: Call) -> int:
-    """The peak of the memory that a call allocates, without memory that stays allocated, such as AdamW's state."""
+    """The peak memory that a call allocates, without memory that stays allocated, such as AdamW's state."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -252,22 +252,8 @@ def _peak_bytes(call: Call) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def _captured(call: Call) -> Call:
-    done = torch.zeros((), device=_GPU)
-
-    def captured() -> Tensor:
-        call()
-        return done
-
-    graphed = Graphed(captured)
-    for _ in range(WARM_UP + 1):
-        graphed()
-    torch.cuda.synchronize()
-    return graphed.graph.replay
-
-
 def _timed(calls: dict[str, Call], repeats: int) -> dict[str, float]:
     """Median seconds of a call. Sides take turns, and each is called several times between two readings of the clock."""
     rough = {side: max(1e-6, synced_seconds_of(call, 2)) for side, call in calls.items()}
-    nums = {side: min(50, max(2, round(8e-3 / seconds))) for side, seconds in rough.items()}  # calls in about 8 ms
-    return in_turns(calls, repeats, lambda side, call: synced_seconds_of(call, nums[side]))
+    num_calls = {side: min(50, max(2, round(8e-3 / seconds))) for side, seconds in rough.items()}  # calls in about 8 ms
+    return in_turns(calls, repeats, lambda side, call: synced_seconds_of(call, num_calls[side]))

@@ -28,7 +28,7 @@ class Row:
     state_bytes: int  # weights, indices and AdamW's state of the hidden layers; 0 if there is none
     state_share: float  # state_bytes relative to dense
     floor_seconds: float
-    peak_bytes: int = 0  # on a GPU: peak of the memory that a step allocates in addition to what was there before
+    peak_bytes: int = 0  # on a GPU: peak of the memory that a step allocates in addition
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class HiddenLayers(nn.Module):
 
     def __init__(self, width: int, depth: int) -> None:
         super().__init__()
-        self.first = nn.Linear(4, width, bias=False)  # never called; shows the plan that the layers after it are hidden
+        self.first = nn.Linear(4, width, bias=False)  # never called; it makes the plan see that the later layers are hidden
         self.hidden = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(depth))
         self.last = nn.Linear(width, 4, bias=False)
 
@@ -80,7 +80,7 @@ class HiddenLayers(nn.Module):
 
 def hidden_layers(width: int, depth: int, density: float, *, pattern: str = "random") -> tuple[HiddenLayers, Plan]:
     model = HiddenLayers(width, depth)
-    with warnings.catch_warnings(action="ignore"):  # warns about few weights per neuron, which are intended here
+    with warnings.catch_warnings(action="ignore"):  # few weights per neuron are intended here
         with torch.device("meta"):
             base = HiddenLayers(width // 4, depth)
         return model, parameterize(model, base=base, density=density, pattern=pattern, reset=False)

@@ -1,5 +1,5 @@
-"""The coordinate check: are activations, gradients and updates of the same size at every width and density?
+"""The coordinate check: do activations, gradients and updates have the same size at every width, density and depth?
 
-``measure`` measures sizes, ``verdict`` fits slopes and judges them, ``diagnosis`` says what is wrong and what to do, ``report``
-writes the result (text, picture, page, JSON), and ``check`` has ``coord_check``.
+``check`` has ``coord_check``. ``measure`` measures sizes, ``verdict`` fits slopes and judges them, ``diagnosis`` names causes
+and remedies, and ``report`` writes the result (text, picture, page, JSON).
 """

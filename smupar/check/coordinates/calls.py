@@ -1,8 +1,8 @@
-"""Calls of a module, kept so that they can be repeated with other weights.
+"""Keeps calls of a module, to repeat them with other weights.
 
-``kept_call`` keeps some rows of the input if the module runs torch's own forward pass on them, whatever the rest of the batch
-is. Any other module (a subclass with a forward pass of its own, a module with weights that are no layers) is called again as a
-whole, with the arguments that it had.
+``kept_call`` keeps only some rows of the input if the module runs torch's own forward pass, which treats rows independently.
+Any other module (a subclass with its own forward pass, or a module with weights of its own) is called again with all its
+arguments.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from smupar.plan.layers import IMAGES, kind_of
 from smupar.updates.probe import spread
 
 MAX_ROWS = 256
-MAX_IMAGES = 8  # images measured for a convolution, whose rows are all positions of an image
+MAX_IMAGES = 8  # images kept for a convolution, since each image has many rows (positions)
 
 
 class SampledCall:
-    """Some rows of the input of a layer, and the gradient of the same rows of its output."""
+    """Some rows of a layer's input, and the gradient of the same rows of its output."""
 
     def __init__(self, module: nn.Module, x: Tensor) -> None:
         self.module, self.kind = module, kind_of(module)
@@ -57,8 +57,8 @@ class SampledCall:
         """The change of the layer's output by the update of its weight."""
         x = self.x if self.kind.is_lookup else self.x.to(parameter.dtype)
         if self.output_grad is not None and self.kind.reads != IMAGES:
-            # An update is made from the rows that the loss depends on. On others (padding, tokens after the last one that is
-            # read) it has the effect of a random matrix, which falls with the width under every rule.
+            # An update consists of the rows that the loss depends on. On other rows, such as padding, it acts like a random
+            # matrix, whose effect falls with the width under every rule.
             used = self.output_grad.ne(0).any(-1)
             x = x[used] if used.any() else x
             effect = self.kind.effect(self.module, parameter, parameter.detach() - before, x)
@@ -98,7 +98,7 @@ def _items(x: Tensor) -> int:
 
 
 class WholeCall:
-    """All arguments of a call, and the gradient of its output. Tensors are copies, since later code may write into them."""
+    """All arguments of a call, and the gradient of its output. Tensors are copied, since later code may write into them."""
 
     def __init__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.module, self.args, self.kwargs = module, _copied(args), _copied(kwargs)
@@ -108,7 +108,7 @@ class WholeCall:
         self.output_grad = grad.detach()
 
     def input_gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """The gradient of the first tensor that was passed. None if the module does not compute with it, as with a mask."""
+        """The gradient of the first tensor argument; None if nothing flows back to it, as for a mask."""
         x = first_tensor((*self.args, *self.kwargs.values()))
         if x is None or not x.is_floating_point() or self.output_grad is None:
             return None
@@ -122,7 +122,7 @@ class WholeCall:
     @torch.no_grad()
     def effect(self, parameter: nn.Parameter, before: Tensor) -> Tensor | None:
         """The change of the module's output by the update of one parameter. None if the call cannot be repeated: it fails, or
-        gives another output for the same weights, because it writes into a cache for instance."""
+        gives another output for the same weights, for instance because it writes into a cache."""
         try:
             after, again = self._output(), self._output()
             now, parameter.data = parameter.data, before
@@ -149,7 +149,7 @@ class WholeCall:
 
 
 def kept_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SampledCall | WholeCall | None:
-    """The call of a layer. None if no tensor was passed."""
+    """Keeps the call of a layer; None if no tensor was passed."""
     x = first_tensor((*args, *kwargs.values()))
     if x is None:
         return None
@@ -159,7 +159,7 @@ def kept_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """The first tensor of a module's arguments or outputs. Numbers, such as the loss, do not count."""
+    """The first tensor among a module's arguments or outputs, without scalars such as the loss."""
     if isinstance(value, Tensor):
         return value if value.ndim else None
     if hasattr(value, "logits"):

@@ -1,7 +1,7 @@
-"""``coord_check``: trains the same few steps at every width and density under every rule, and compares sizes.
+"""``coord_check``: trains the same few steps at every width, density and depth under every rule, and compares sizes.
 
-Its loop is not the trainer's (lm/run/loop.py), for three reasons. It trains the user's model, with the user's loss and batches.
-It measures inside each step, before and after the update, so the host cannot run ahead of the device. And a run produces
+It has its own loop, not the trainer's (lm/run/loop.py), for three reasons. It trains the user's model, with the user's loss and
+batches. It measures inside each step, before and after the update, so the host cannot run ahead of the device. And it produces
 sizes, not a model, losses or a checkpoint.
 """
 
@@ -71,21 +71,21 @@ def coord_check(
     make_model    width -> model; models may differ only in their width. With depths: (width, depth) -> model
     loss_fn       (model, batch) -> scalar loss
     batches       at least ``steps`` batches; every run gets the same ones
-    rules         rules to compare; SP and muP beside others are baselines, which do not count for ``report.ok``
+    rules         rules to compare; beside other rules, SP and muP are baselines that do not count for ``report.ok``
     widths        default the base width; there must be at least two widths, densities or depths
-    depths        numbers of residual blocks; base_depth is the smallest of them unless it is given. Each layer is compared
-                  where it ends at the same share of the depth, after the plan's own factors are divided out
+    depths        numbers of residual blocks; base_depth is the smallest of them unless given. Blocks are compared at the same
+                  relative depth, after the plan's own factors are divided out
     lr            base learning rate, or one for each rule
     optimizer     a class that takes ``param_groups``, or a function (model, plan) -> optimizer or list of optimizers
     prepare       function (model, plan) that sets what only you can set, such as the attention scale
     scheduler     optimizer -> scheduler; its step() is called after each step
     allocation    density -> what ``parameterize`` takes as density, such as smupar.erk
-    horizon       train so many steps instead of ``steps``, look at log-spaced ones, and say from when on updates drift
-    sparsifier    with horizon: (model, plan, optimizers) -> what moves the masks of sparse models, such as RigL
+    horizon       train this many steps instead of ``steps``, and report from which step on updates drift
+    sparsifier    with horizon: (model, plan, optimizers) -> sparsifier for the sparse models, such as RigL
     settings      settings of ``parameterize``
     """
     training = _Training(loss_fn, optimizer, lr, weight_decay, scheduler, prepare, allocation, settings, sparsifier)
-    refuse(horizon is not None and depths, "depths are compared in the first steps alone: leave out horizon")
+    refuse(horizon is not None and depths, "depths are compared only in the first steps: leave out horizon")
     kind, steps = _kind_of_run(horizon, training), steps if horizon is None else horizon
     rule_list = (rules,) if isinstance(rules, str) else tuple(rules)
     training.check(rule_list, densities)
@@ -105,13 +105,13 @@ def coord_check(
 
 
 def _seeds_and_batches(seeds: int | Sequence[int], steps: int, batches: Iterable[Any]) -> tuple[tuple[int, ...], list[Any]]:
-    """The seeds, and a batch for each step."""
+    """The seeds as numbers, and a batch for each step."""
     seed_list = tuple(range(int(seeds))) if isinstance(seeds, SupportsIndex) else tuple(int(seed) for seed in seeds)
     refuse(not seed_list or steps < 1, f"steps and seeds must be at least 1, got steps={steps}, seeds={seeds!r}")
     taken = list(islice(batches, steps))
     refuse(
         len(taken) < steps,
-        f"batches ran out: {steps} steps need as many batches, there are {len(taken)}; pass more, or fewer steps",
+        f"batches ran out: {steps} steps need as many batches, but there are {len(taken)}; pass more batches, or fewer steps",
     )
     return seed_list, taken
 
@@ -120,7 +120,7 @@ def _kind_of_run(horizon: int | None, training: _Training) -> type[GridRun]:
     if horizon is None:
         refuse(training.sparsifier is not None, "sparsifier= is for a check over a whole run: pass horizon= too")
         return GridRun
-    from smupar.check.whole_run.run import LongRun  # which is a GridRun itself
+    from smupar.check.whole_run.run import LongRun  # imported here, since LongRun is a GridRun
 
     return LongRun
 
@@ -136,7 +136,7 @@ def faults_and_plans(
 
 @dataclass(frozen=True)
 class _Training:
-    """How every model of the grid is made and trained."""
+    """The settings that make and train every model of the grid."""
 
     loss_fn: Callable[[nn.Module, Any], Tensor]
     optimizer: MakeOptimizer
@@ -173,7 +173,7 @@ class _Training:
 
 
 def _carry_out(runs: Sequence[GridRun], batches: list[Any], *, shows: bool) -> None:
-    """Trains all models of the grid, and shows how many are done."""
+    """Trains all models of the grid, and shows progress."""
     done = 0
 
     def status() -> Status:
@@ -192,13 +192,13 @@ class GridRun:
 
     def carry_out(self, batches: list[Any]) -> None:
         with torch.random.fork_rng(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", PlanWarning)  # the report shows these once
+            warnings.simplefilter("ignore", PlanWarning)  # the report shows these warnings once
             warnings.simplefilter("ignore", LRRatioWarning)
             torch.manual_seed(self.cell.seed)
             self.build()
             self.train(batches)
         self.readings = self.read()
-        # A report needs no models and optimizers, and all models of a large grid would not fit into memory together.
+        # Models and optimizers are dropped: the report does not need them, and those of a large grid would not fit into memory.
         del self.model, self.optimizers, self.schedulers
         self.__dict__.pop("recorder", None)
 
@@ -264,19 +264,18 @@ class GridRun:
         if not self.recorder.moved():
             after.append(Finding("no update changed the output of any layer: is the learning rate 0?", "no updates"))
         self.faults += [
-            Finding("its update was not measured; register_layer or a module of its own would make it so", "unmeasured", name)
+            Finding("its update was not measured; use register_layer, or put it into a module of its own", "unmeasured", name)
             for name in self.recorder.unmeasured()
         ]
         self.faults += [
-            Finding(f"{path!r} has a factor and was never called", "uncalled", path) for path in self.recorder.uncalled()
+            Finding(f"{path!r} has a factor, but was never called", "uncalled", path) for path in self.recorder.uncalled()
         ]
         self.faults += [
             finding for finding in after if (finding.cause, finding.name) not in known_faults and finding.cause != "LR"
         ]
 
     def _probe(self, batch: Any) -> None:
-        """Runs the first batch again without side effects: dropout is the same each time, and running statistics are
-        restored."""
+        """Runs the first batch without side effects: dropout is the same each time, and running statistics are restored."""
         norms = filter(has_running_statistics, self.model.modules())
         statistics = [(norm, name, buffer.clone()) for norm in norms for name, buffer in norm.named_buffers(recurse=False)]
         with self.recorder.probe(), torch.random.fork_rng():
@@ -314,7 +313,7 @@ class GridRun:
 
 
 def _decay_faults(all_optimizers: list[torch.optim.Optimizer]) -> Iterator[Finding]:
-    """Finds groups that decay at another rate than the embedding, because their decay is coupled to the learning rate."""
+    """Finds groups that decay faster or slower than the embedding, because their decay is coupled to the learning rate."""
     for optimizer in all_optimizers:
         groups = [group for group in optimizer.param_groups if "lr_factor" in group and group.get("weight_decay")]
         usual = next((group["weight_decay"] for group in groups if group["lr_factor"] == 1), None)

@@ -1,9 +1,10 @@
-"""Layers of models that differ in depth: which of them are compared, and what a depth rule makes of their sizes.
+"""Models that differ in depth: which of their layers are compared, and how a depth rule changes sizes there.
 
-Of all blocks that correspond to one block of the base, the last is measured, because it ends at the same share of the depth in
-every model, and what the other blocks do arrives there through the residual stream. The layers inside are measured in the
-middle block, since the base's block stands for all of them. A depth rule divides residual branches, and with them the
-gradients inside. These sizes are divided by the plan's own factors, so that what is left is flat.
+Several blocks may correspond to one block of the base. The output of the last one is measured, because it ends at the same
+relative depth in every model and contains, through the residual stream, what the others did. The gradient of the input is that
+of the first one, which begins at the same relative depth. The layers inside are measured in the middle block, which is typical
+of them all. A depth rule divides residual branches, and with them the gradients inside. The plan's own factors are divided out
+of these sizes, so that they should be flat.
 """
 
 from __future__ import annotations
@@ -24,35 +25,47 @@ from smupar.rules import depth_factor, get_depth_rule
 
 @dataclass(frozen=True)
 class Layers:
-    """The layers of a model that are measured, and the sizes that the plan expects there beside those of the base."""
+    """The layers of a model to measure, and the factors that the plan puts on their sizes."""
 
-    places: dict[str, str] | None = None  # module path -> its name in the base; None: every module, by its own name
-    blocks: frozenset[str] = frozenset()  # the blocks of lists, whose outputs are the residual stream
+    # module path -> name in the base, of modules to measure; None: every module, under its own name
+    places: dict[str, str] | None = None
+    blocks: frozenset[str] = frozenset()  # blocks in lists, whose outputs are the residual stream
+    firsts: dict[str, str] = field(default_factory=dict)  # first of several blocks -> the last, whose input gradient it shows
     outputs: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
     effects: dict[str, float] = field(default_factory=dict)
-    beside: tuple[str, ...] = ()  # layers in blocks that reach the loss past every branch that is divided
+    beside: tuple[str, ...] = ()  # layers in blocks whose output reaches the loss without passing a divided branch
 
     def is_measured(self, path: str) -> bool:
         return self.places is None or path in self.places
 
+    def is_block_measured(self, path: str) -> bool:
+        return self.is_measured(path) or path in self.firsts
+
+    def shows_output(self, path: str) -> bool:
+        return path not in self.firsts
+
+    def shows_gradient(self, path: str) -> bool:
+        return path not in self.firsts.values()
+
     def place(self, path: str) -> str:
         """The name of a module, or of a parameter, in the base."""
+        path = self.firsts.get(path, path)
         if self.places is None or path in self.places:
             return path if self.places is None else self.places[path]
         owner, _, leaf = path.rpartition(".")
         return f"{self.places[owner]}.{leaf}".lstrip(".")
 
     def output(self, path: str) -> float:
-        """The factor of the plan that an output has already been multiplied by."""
+        """The plan's factor that is already in an output."""
         return self.outputs.get(path, 1.0)
 
     def gradient(self, path: str) -> float:
-        """The factor of the plan in the gradient of a module's input."""
+        """The plan's factor in the gradient of a module's input."""
         return self.gradients.get(path, 1.0)
 
     def effect(self, path: str) -> float:
-        """How much less an update may do to a module's output, before a branch is divided, than in the base."""
+        """The factor by which an update may change a module's output less than in the base, before the branch is divided."""
         return self.effects.get(path, 1.0)
 
 
@@ -60,7 +73,7 @@ SAME_DEPTH = Layers()
 
 
 def layers_of(model: nn.Module, base: nn.Module, plan: Plan, loss: Callable[[], Tensor]) -> Layers:
-    """Compares a model with its base. ``loss`` runs the model once, to see what lies inside residual branches."""
+    """Compares a model with its base. ``loss`` runs the model once, to see which modules are inside residual branches."""
     found, rule = correspond(model, base), get_depth_rule(plan.depth)
     modules = dict(model.named_modules())
     blocks = _blocks_of_lists(modules)
@@ -74,6 +87,7 @@ def layers_of(model: nn.Module, base: nn.Module, plan: Plan, loss: Callable[[], 
     return Layers(
         places={paths[-1] if paths[-1] in blocks else paths[(len(paths) - 1) // 2]: place for place, paths in groups.items()},
         blocks=blocks,
+        firsts={paths[0]: paths[-1] for paths in groups.values() if len(paths) > 1 and paths[-1] in blocks},
         outputs={path: depth_factor(scaled[path], rule.branch) for path in divided & scaled.keys()},
         gradients={path: depth_factor(scaled[path], rule.branch) for path in inside & scaled.keys()},
         effects={} if rule.alpha is None else {path: depth_factor(m, rule.alpha - 1) for path, m in scaled.items()},
@@ -82,17 +96,17 @@ def layers_of(model: nn.Module, base: nn.Module, plan: Plan, loss: Callable[[], 
 
 
 def _blocks_of_lists(modules: dict[str, nn.Module]) -> frozenset[str]:
-    """The blocks of all lists, also of those that are as long as the base's: a place has to be measured at every depth."""
+    """The blocks of all lists, also of those as long as in the base, since a place has to be measured at every depth."""
     lists = [path for path, module in modules.items() if all(name.isdigit() for name, _ in module.named_children())]
     blocks = (f"{path}.{name}".lstrip(".") for path in lists for name, _ in modules[path].named_children())
     return frozenset(path for path in blocks if any(True for _ in modules[path].children()))
 
 
 def _branches(model: nn.Module, plan: Plan, loss: Callable[[], Tensor]) -> tuple[set[str], set[str], set[str]]:
-    """The modules outside residual branches, those inside, and those whose output has been divided already.
+    """Three sets of modules: outside residual branches, inside, and with an output that has already been divided.
 
-    A module is inside if no gradient reaches it while the outputs of all branches are detached. Its output is divided if it
-    then depends on nothing that is trained."""
+    The outputs of all branches are detached. A module is inside a branch if then no gradient reaches it. Its output has been
+    divided if it then depends on no trained parameter."""
     reached: set[str] = set()
     called: set[str] = set()
     divided: set[str] = set()
@@ -131,7 +145,7 @@ def _hooks(model: nn.Module, plan: Plan, watch: Callable[[str, object], None]) -
 
 
 def _detached(output: object) -> object:
-    """The output of the end of a branch, without its history; attention may return a tuple with its output first."""
+    """The output of a branch, detached; attention may return a tuple with its output first."""
     if isinstance(output, tuple):
         return (_detached(output[0]), *output[1:])
     return output.detach() if isinstance(output, torch.Tensor) else output

@@ -1,4 +1,4 @@
-"""Says what is wrong: which layers, which quantity, from which step on, in which direction, why, and what to do.
+"""Diagnoses a failed check: which layers, which quantity, from which step on, in which direction, the cause and the remedy.
 
 Findings of the audit come first, since they name the cause. Without such findings, the slopes suggest a cause.
 """
@@ -23,8 +23,8 @@ REMEDIES = {
     "with a list of max_lr)",
     "attention scale": "attention scale missing: set your model's scale to plan.attention_scale(head_dim) in prepare, "
     "and plan.settle('attention_scale')",
-    "output factor": "output factor missing: call smupar.attach(model, plan), or multiply logits made by hand by "
-    "plan.output_factor",
+    "output factor": "output factor missing: call smupar.attach(model, plan), or multiply the logits by plan.output_factor "
+    "where your model computes them",
     "input factor": "input factor missing: call smupar.attach(model, plan), or multiply by alpha_input yourself",
     "embedding as hidden": "embedding scaled like a hidden weight: its init and Adam learning rate do not follow the width; "
     "give it the role 'embedding'",
@@ -33,11 +33,11 @@ REMEDIES = {
     "off-mask weights": "off-mask weights moving: call smupar.attach(model, plan, optimizer), and write to no weight yourself",
     "decay": "decay coupled to the learning rate: use param_groups(..., decay='independent')",
     "decay missing": "decay missing: pass weight_decay to param_groups, such as 0.1, with the default decay='independent'",
-    "decay stopped": "decay stopped: let weights decay until the end of the run",
+    "decay stopped": "decay stopped: keep weight decay on until the end of the run",
     "decay uneven": "decay differs between layers: use param_groups(..., decay='independent') for all, and leave groups alone",
-    "masks move": "masks move until the end: let them rest for the last quarter of it (stop=)",
-    "masks moved": "masks moved, and the rule is about random ones: follow measured updates, or lower the learning rate",
-    "schedule": "the learning rate ends too high: let it fall to a tenth of its peak, or to zero",
+    "masks move": "masks move until the end: stop moving them in the last quarter of it (stop=)",
+    "masks moved": "masks moved, and the rule assumes random masks: follow measured updates, or lower the learning rate",
+    "schedule": "the learning rate ends too high: let it decrease to a tenth of its peak, or to zero",
     "few weights": "the learning rate is too large for few weights per neuron: lower it, keep more weights, or try "
     "rule='smupar-aligned'",
     "thin": "weights per neuron too small for the rule: use a higher density or a wider model",
@@ -55,7 +55,7 @@ REMEDIES = {
     "depth='completep', the default of SmuPar's rules",
     "lazy": "with alpha 1/2, what layers learn inside a branch falls with the depth: use depth='completep' if they should "
     "learn as much at every depth",
-    "branch missing": "these layers lie in blocks, and reach the loss past every branch that is divided: unless they are "
+    "branch missing": "the outputs of these layers in blocks reach the loss without passing a divided branch: unless they are "
     "shortcuts, add the module that ends their branch to branches=[...]",
     "branch twice": "residual branches are divided twice: the model scales them by its depth itself. Compute its factor from "
     "the base's depth, or pass depth='none'",
@@ -65,7 +65,7 @@ REMEDIES = {
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """One cause, where it shows, and the remedy."""
+    """One cause, the places where it shows, and the remedy."""
 
     rule: str
     cause: str
@@ -74,7 +74,7 @@ class Diagnosis:
 
     @property
     def is_caution(self) -> bool:
-        """Whether this is only a note: a check with flat sizes passes in spite of it."""
+        """Whether this is only a note, with which a check of flat sizes still passes."""
         return self.cause in ("decay", "thin", "unmeasured", "uncalled", "branch missing")
 
     def __str__(self) -> str:
@@ -105,7 +105,7 @@ def _from_faults(rule: str, faults: Mapping[Cell, list[Finding]], plans: Mapping
 
 
 def _embedding_cause(finding: Finding, plan: Plan) -> str | None:
-    """ "embedding as hidden" if a finding is about an embedding whose init or rate is off by the factor of a hidden weight."""
+    """The cause "embedding as hidden" if an embedding's init or rate is off by exactly the factor of a hidden weight."""
     named = (plan[name] for name in finding.parameters or (finding.name,) if name in plan)
     row = next((row for row in named if row.role == "embedding"), None)
     if finding.cause not in ("init", "LR") or row is None:
@@ -136,14 +136,14 @@ def _from_slopes(rule: str, failing: list[Slope], plans: Collection[Plan]) -> li
 
 
 def folded(slopes: Iterable[Slope]) -> list[str]:
-    """The places of slopes. The same place in several blocks is listed once."""
+    """The places of slopes, where equal places in several blocks count once."""
     places = dict.fromkeys(slope.place for slope in slopes)
     globs = {place: layer_glob(place) for place in places}
     return list(dict.fromkeys((globs[place] if globs[place].strip("*.") else place) or "logits" for place in places))
 
 
 def _cause(rule: str, axis: str, failing: list[Slope], plans: Collection[Plan]) -> str:
-    """The likely cause if sizes fail although the audit found nothing: something that the audit cannot see."""
+    """The likely cause if sizes fail although the audit found nothing."""
     if axis == "depth":
         return _cause_over_depth(failing, plans)
     has_readout = any(len(row.forward) > 1 or row.role == "unembedding" for plan in plans for row in plan)
@@ -151,15 +151,15 @@ def _cause(rule: str, axis: str, failing: list[Slope], plans: Collection[Plan]) 
     if not (power.m_rho if axis == "density" else power.m_in):
         return "rule"
     first = [slope for slope in failing if slope.step == 1]
-    # If logits are computed by hand without their factor, every gradient is off by one power of the width from step 1 on.
+    # If the model computes logits itself, without their factor, every gradient is off by one power of the width from step 1 on.
     if axis == "width" and not has_readout and any(slope.quantity == GRAD_X or slope.role == "logits" for slope in first):
         return "output factor"
     return "elsewhere"
 
 
 def _cause_over_depth(failing: list[Slope], plans: Collection[Plan]) -> str:
-    """Sums over blocks grow if nothing divides their branches. If branches are divided twice, the gradients inside fall by one
-    more power of the depth than the plan says."""
+    """The likely cause over depth. Sums over blocks grow if nothing divides their branches. If branches are divided twice, the
+    gradients inside fall by one more power of the depth than planned."""
     if all(not plan.branches for plan in plans):
         return "no depth rule"
     first = [slope for slope in failing if slope.step == 1 and slope.quantity == GRAD_X]

@@ -1,4 +1,4 @@
-"""The models that a check compares: all widths and depths, checked before anything runs."""
+"""The models that a check compares, at all widths and depths. They are checked before anything runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from smupar.plan.depth import correspond
 from smupar.plan.settings import refuse
 
-MakeModel = Callable[..., nn.Module]  # (width), or (width, depth) if the check is about depth
+MakeModel = Callable[..., nn.Module]  # takes (width), or (width, depth) if the check varies the depth
 
 
 def listed(value: Any) -> Iterable[Any]:
@@ -51,7 +51,7 @@ class Grid:
         self.depths: tuple[int | None, ...] = tuple(dict.fromkeys(depths)) or (None,)
         self.base = self._on_meta(base_width)
         other = next((width for width in widths if width != base_width), 2 * base_width)
-        # Models at other widths are compared with the same delta, so that a look at an example's forward pass is made once.
+        # All widths share one delta, so that an example's forward pass runs only once.
         self.delta = self._on_meta(other)
         self.growth = _growth(self.base, self.delta)
         self._refuse_twins((*widths, other))
@@ -60,7 +60,7 @@ class Grid:
         return self.make_model(width) if depth is None else self.make_model(width, depth)
 
     def growth_in(self, model: nn.Module) -> dict[str, list[float]]:
-        """By parameter of a model, how many times larger each dimension is at another width."""
+        """Parameter name -> how many times larger each dimension is at another width."""
         if self.base_depth is None:
             return self.growth
         names = correspond(model, self.base).names
@@ -73,11 +73,11 @@ class Grid:
         try:
             with torch.device("meta"):
                 return self.make(width, depth)
-        except Exception:  # the constructor may compute with values; if it is broken, the next line raises again
+        except Exception:  # the constructor may need values; if it is broken, the next line raises the error
             return self.make(width, depth)
 
     def _refuse_twins(self, widths: Sequence[int]) -> None:
-        """Refuses a ``make_model`` that ignores what it is given."""
+        """Refuses a ``make_model`` that ignores its arguments."""
         seen = {str(_shapes(self.base)): self.base_width}
         for width in dict.fromkeys(widths):
             twin = seen.setdefault(str(_shapes(self._on_meta(width))), width)
@@ -95,7 +95,7 @@ class Grid:
 
 
 def _growth(base: nn.Module, other: nn.Module) -> dict[str, list[float]]:
-    """By parameter, how many times larger each dimension is at another width."""
+    """Parameter name -> how many times larger each dimension is in ``other``."""
     sizes = {name: parameter.shape for name, parameter in base.named_parameters()}
     pairs = {name: (sizes.get(name, ()), parameter.shape) for name, parameter in other.named_parameters()}
     return {

@@ -1,8 +1,8 @@
 """Measures sizes in one training run, by layer and step.
 
 For a layer Y = X W these are the output Y, the gradient of X through this layer alone, and dY = X dW, the change of the output
-that one update causes on the same inputs. Other matrices (experts in one tensor, recurrent weights, factors of the user's own)
-have a dY too: what their update does to the output of the module that uses them. ``calls`` keeps what this needs.
+that one update causes on the same inputs. Other matrices (experts in one tensor, recurrent weights, the user's own factors)
+have a dY too: the change of the output of the module that uses them. ``calls`` keeps the calls for this.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from smupar.plan.plan import Plan, PlanRow
 Y, GRAD_X, DY, CHANGE, GRAD_W = "Y", "grad X", "dY", "change of Y", "weight gradient"
 JUDGED = (Y, GRAD_X, DY)
 AXES = ("width", "density", "depth")
-# Roles of hidden weights whose outputs scale more than their inputs, and the reverse: they stand next to a fixed size.
+# Roles of hidden weights whose outputs scale more than their inputs, and the reverse, because one side has a fixed part.
 WIDENING, NARROWING = "hidden, widening", "hidden, narrowing"
-UNEVEN = math.sqrt(2)  # from this ratio of growths on; below it, slopes of gradients differ by 1/8 at most over two octaves
-Growth = Mapping[str, Sequence[float]]  # by parameter: how many times larger each dimension is at another width of the grid
+# inputs and outputs grow unevenly from this ratio on; below it, gradient slopes over two octaves differ by at most 1/8
+UNEVEN = math.sqrt(2)
+Growth = Mapping[str, Sequence[float]]  # parameter name -> how many times larger each dimension is at another width of the grid
 
 
 class GridPoint(NamedTuple):
-    """The runs of the grid that differ in their seed alone."""
+    """A point of the grid. Its runs differ only in their seed."""
 
     rule: str
     width: int
@@ -67,7 +68,7 @@ class Reading(Cell):
 
     step: int
     place: str  # module path
-    kind: str  # "layer", "block", or "part": a matrix inside a module, whose place is its own name
+    kind: str  # "layer", "block", or "part" (a matrix inside a module, whose place is its own name)
     role: str  # role of the weight; "block" or "logits" for blocks
     quantity: str
     rms: float
@@ -76,23 +77,23 @@ class Reading(Cell):
 
     @property
     def norm(self) -> float:
-        """The norm over all entries. The norm of a weight's gradient is called the gradient flow."""
+        """The norm over all entries. For a weight's gradient it is called gradient flow."""
         return self.rms * math.sqrt(self.num_entries)
 
 
 class SizeRecorder:
-    """Measures through hooks on the layers and blocks of a model; ``readings`` gives the sizes of the finished steps."""
+    """Measures sizes with hooks on the layers and blocks of a model. ``readings`` returns those of the finished steps."""
 
     def __init__(self, model: nn.Module, plan: Plan, growth: Growth | None = None, depth: Layers = SAME_DEPTH) -> None:
         self.model, self.plan, self.depth = model, plan, depth
         modules = dict(model.named_modules())
         layers = {path: (name, role) for path, name, role in _layers(model, plan, growth or {})}
         hidden_parents = {parent_path(path) for path, (_, role) in layers.items() if _is_hidden(role)}
-        # Modules whose weights are not layers of their own (recurrent, attention, the user's) are measured as blocks too.
+        # Modules with weights that are not layers (recurrent, attention, the user's own) are measured as blocks.
         owners = {next(_ancestors(row.name)) for row in plan if row.role == "hidden"} - layers.keys()
         blocks = {*hidden_parents, *owners, *depth.blocks}
         self.layers = {path: found for path, found in layers.items() if depth.is_measured(path)}
-        self.blocks = {path: "block" for path in modules if path in blocks and path and depth.is_measured(path)}
+        self.blocks = {path: "block" for path in modules if path in blocks and path and depth.is_block_measured(path)}
         self.blocks[""] = "logits"
         parts = _parts(plan, {name for name, _ in layers.values()})
         self.parts = {name: path for name, path in parts.items() if depth.is_measured(path)}
@@ -107,7 +108,7 @@ class SizeRecorder:
         self._called: dict[str, None] = {}  # paths in the order of their calls in the first pass
         self._probing = self._repeating = False
         watched = {*self.layers, *self.blocks, *(path for row in plan if _is_matrix(row) for path in _ancestors(row.name))}
-        # What a layer makes is measured before its queries are scaled: they may be a part of it that grows with the width.
+        # A layer's output is measured before its queries are scaled, since they may be only a part of it.
         self._handles = [
             modules[path].register_forward_hook(
                 partial(self._after_forward, path), with_kwargs=True, prepend=hasattr(modules[path], QUERY_FACTOR)
@@ -133,16 +134,16 @@ class SizeRecorder:
             return
         if path in self.layers or path in self.blocks:
             self._watch(path, module, (args, kwargs), y)
-        # Activation checkpointing runs a layer twice, first without gradients and then with them.
+        # Activation checkpointing runs a layer twice, first without and then with gradients.
         if path not in self.layers and path in self.parts.values() and y.requires_grad and path not in self._calls:
             self._keep_call(path, WholeCall(module, args, kwargs), y)
 
     def _watch(self, path: str, module: nn.Module, given: tuple[tuple[Any, ...], dict[str, Any]], y: Tensor) -> None:
-        if self._is_first(path, Y):
+        if self.depth.shows_output(path) and self._is_first(path, Y):
             self._note(path, Y, y.detach() / self.depth.output(path))
             if path in self.blocks and y.shape[-1:] in self._readouts_in(path):
                 self.blocks[path] = "logits"
-        if not y.requires_grad or not self._is_first(path, GRAD_X):
+        if not y.requires_grad or not self.depth.shows_gradient(path) or not self._is_first(path, GRAD_X):
             return
         x = first_tensor((*given[0], *given[1].values()))
         if path in self.layers:
@@ -157,16 +158,15 @@ class SizeRecorder:
         y.register_hook(call.keep_gradient)
 
     def _is_first(self, path: str, quantity: str) -> bool:
-        """Whether a quantity is measured for the first time in this pass. If a layer is used several times, its first use
-        counts."""
+        """Whether a quantity is measured for the first time in this pass. Only the first use of a layer counts."""
         if (path, quantity) in self._taken:
             return False
         self._taken.add((path, quantity))
         return True
 
     def _readouts_in(self, block: str) -> list[tuple[int, ...]]:
-        """The sizes of the outputs of readouts inside a block. A block with outputs of such a size is a head, which makes
-        logits; a block that holds a router is not."""
+        """The output sizes of the readouts inside a block. A block whose own output has such a size is a head, which makes
+        logits; a block that contains a router is not a head."""
         inside = [path for path, (_, role) in self.layers.items() if role == "unembedding" and path.startswith(f"{block}.")]
         names = [self.layers[path][0] for path in inside]
         return [
@@ -174,7 +174,7 @@ class SizeRecorder:
         ]
 
     def _compare(self, path: str, y: Tensor) -> None:
-        if not self._is_first(path, CHANGE):
+        if not self.depth.shows_output(path) or not self._is_first(path, CHANGE):
             return
         y = y.flatten()[:: max(1, y.numel() // 65536)].clone()
         if path not in self._first_outputs:
@@ -193,8 +193,8 @@ class SizeRecorder:
 
     @contextmanager
     def probe(self) -> Iterator[None]:
-        """A forward pass whose outputs are compared with the outputs of the first such pass. The first one also shows which
-        modules are called, and in which order."""
+        """A context for a forward pass on a fixed batch. Outputs are compared with those of the first probe, which also shows
+        which modules are called, and in which order."""
         is_first = not self._called
         self._probing = True
         try:
@@ -207,8 +207,8 @@ class SizeRecorder:
             self._read_order()
 
     def _find_users(self) -> None:
-        """Finds the innermost module that is called and holds a matrix. A layer that is never called, because the model uses
-        its weight by hand, is such a matrix too."""
+        """Finds, for each matrix that is not measured as a layer, the innermost module around it that is called. The weight of
+        a layer that is never called, because the model uses the weight directly, counts as such a matrix."""
         called = {name for path, (name, _) in self.layers.items() if path in self._called}
         uncalled = [name for name, _ in self.layers.values() if name not in called]
         users = {name: next(filter(self._called.__contains__, _ancestors(name)), None) for name in (*self.parts, *uncalled)}
@@ -217,12 +217,12 @@ class SizeRecorder:
     def _read_order(self) -> None:
         """Finds out how gradients depend on the width, from the order of the layers.
 
-        As a rule the readout is the last layer. Gradients of the logits do not depend on the width, and all others have passed
-        the readout, with its factor 1/m_d. If a hidden weight from n inputs to a fixed number of outputs is the last layer
-        instead (the projection of CLIP, the head of ELECTRA), its init variance is 1/n, so gradients of its inputs, and all
-        others, fall as 1/sqrt(n), and are proportional to the gradient that arrives at its outputs. A norm after it makes that
-        inversely proportional to the size of the outputs. This size is judged on its own, so its inverse is divided out here. A
-        readout before other layers (a router) makes no logits.
+        Usually the readout is the last layer. Gradients of the logits do not depend on the width, and all others have passed
+        the readout, with its factor 1/m_d. If instead the last layer is a hidden weight from n inputs to a fixed number of
+        outputs, as in CLIP's projection or ELECTRA's head, its init variance is 1/n, so gradients of its inputs, and all
+        others, fall as 1/sqrt(n) and are proportional to the gradient that arrives at its outputs. A norm after it makes that
+        gradient inversely proportional to the size of the outputs. This size is judged on its own, so the gradient that
+        arrives is divided out. A readout that other layers follow, such as a router, makes no logits.
         """
         called = [path for path in self._called if path in self.layers]
         roles = [self.layers[path][1] for path in called]
@@ -241,7 +241,7 @@ class SizeRecorder:
         return math.sqrt(fmean(squares)) or 1.0 if squares else 1.0
 
     def before_update(self) -> dict[str, Tensor]:
-        """Measures the sizes of gradients, after the backward pass. Returns the weights, for ``after_update``."""
+        """Measures the sizes of gradients after the backward pass. Returns the weights, for ``after_update``."""
         parameters = dict(self.model.named_parameters())
         weights = {name: parameters[name].detach().clone() for name in self.parts}
         for path, (name, role) in self.layers.items():
@@ -258,13 +258,13 @@ class SizeRecorder:
         return weights
 
     def _expected(self, path: str, row: PlanRow, role: str, output_grad: Tensor | None) -> float:
-        """The size that the gradient of a layer's input should be proportional to.
+        """The size to which the gradient of a layer's input should be proportional.
 
-        For a layer whose inputs and outputs scale, it is what every gradient of the network is proportional to. Other layers
-        inside the network stand next to a fixed size, where gradients sum over another number of neurons, and nothing is known
-        in advance about the gradient that arrives. But for independent weights of std s, grad X = W^T grad Y has the mean
-        square s^2 n_out grad Y^2. s^2 is proportional to 1/m_in and n_out to m_out, so the size of grad X is that of grad Y
-        times sqrt(m_out / m_in). An inner readout has an s and n_out that do not scale, and a factor of its own.
+        For a layer whose inputs and outputs scale, it is the same size as for every gradient of the network. Other layers
+        inside the network have a fixed size on one side, where gradients sum over a different number of neurons, so the
+        gradient that arrives there is not known in advance. But for independent weights of std s, grad X = W^T grad Y has the
+        mean square s^2 n_out grad Y^2. s^2 is proportional to 1/m_in and n_out to m_out, so the size of grad X is that of grad
+        Y times sqrt(m_out / m_in). In an inner readout s and n_out do not scale, and it has a forward factor.
         """
         if output_grad is None or not (role in (NARROWING, WIDENING) or path in self.inner):
             return self.gradient_factor * self._arriving() * self.depth.gradient(path)
@@ -272,7 +272,7 @@ class SizeRecorder:
         return through * self.depth.output(path) * (float(output_grad.float().square().mean().sqrt()) or 1.0)
 
     def after_update(self, weights: dict[str, Tensor]) -> None:
-        """Measures how the update changes outputs, through one weight at a time, after the optimizer's step."""
+        """Measures, after the optimizer's step, how the update of each single weight changes outputs."""
         parameters = dict(self.model.named_parameters())
         places = [(path, name, path) for path, (name, _) in self.layers.items()]
         places += [(name, name, path) for name, path in self.parts.items()]
@@ -287,7 +287,7 @@ class SizeRecorder:
 
     @contextmanager
     def _repeated(self) -> Iterator[None]:
-        """Calls inside are repetitions, which are not measured."""
+        """Calls inside this block are repetitions, which are not measured."""
         self._repeating = True
         try:
             yield
@@ -295,8 +295,8 @@ class SizeRecorder:
             self._repeating = False
 
     def unmeasured(self) -> list[str]:
-        """Matrices whose update was not seen, and layers whose output was not seen. Their module is not called, or its call
-        cannot be repeated."""
+        """Matrices whose update was not seen, and layers whose output was not seen, because their module is never called or the
+        call cannot be repeated."""
         seen = {(path, quantity) for _, path, quantity, *_ in self.sizes}
         measured = {name for path, (name, _) in self.layers.items() if (path, Y) in seen and (path, DY) in seen}
         measured |= {name for name in self.parts if (name, DY) in seen}
@@ -305,7 +305,7 @@ class SizeRecorder:
         return [row.name for row in watched if row.name not in measured | frozen]
 
     def uncalled(self) -> list[str]:
-        """Layers with a forward factor that the model never calls. If the model uses their weights, the factor is missing."""
+        """Layers with a forward factor that the model never calls. If it uses their weights directly, the factor is missing."""
         uses = [(path, factor) for row in self.plan for path, factor in row.forward if path in self.layers]
         called = {path for _, path, quantity, *_ in self.sizes if quantity == Y}
         return [path for path, factor in uses if factor != 1 and path not in called]
@@ -339,7 +339,7 @@ def _layers(model: nn.Module, plan: Plan, growth: Growth) -> Iterator[tuple[str,
         uses = [path for path, _ in row.forward] or [parent_path(row.name)]
         kinds = {path: kind_of(model.get_submodule(path)) for path in uses}
         for path, kind in kinds.items():
-            # The layer multiplies by its weight only, so its other parameters are skipped.
+            # Only the weight that the layer multiplies by counts.
             is_other = parent_path(row.name) == path and not kind.owns(row.name.rpartition(".")[2])
             if row.role in ("embedding", "hidden", "unembedding") and kind.is_measured and not is_other:
                 tied_readout = row.role == "embedding" and kinds[uses[0]].is_lookup and not kind.is_lookup
@@ -347,11 +347,11 @@ def _layers(model: nn.Module, plan: Plan, growth: Growth) -> Iterator[tuple[str,
 
 
 def _role(row: PlanRow, growth: Growth) -> str:
-    """The role, by how inputs and outputs grow along the grid, so that it is the same at every width. Sizes that are rounded
-    (an MLP of 8/3 times the width) grow a little unevenly, which does not count."""
+    """The role, refined by how inputs and outputs grow along the grid, so that it is the same at every width. Rounded sizes,
+    such as an MLP of 8/3 times the width, grow slightly unevenly; this is ignored."""
     if row.role != "hidden":
         return row.role
-    # Without a grid, dimensions that scale are all taken to grow alike.
+    # Without a grid, all scaling dimensions are assumed to grow alike.
     factors = growth.get(row.name) or [2.0 if dim in row.scaling else 1.0 for dim in range(len(row.shape))]
     grown = [
         math.prod(factor for dim, factor in enumerate(factors) if (dim in row.in_dims) is inside) for inside in (True, False)
@@ -369,13 +369,13 @@ def _is_matrix(row: PlanRow) -> bool:
 
 
 def _parts(plan: Plan, layers: set[str]) -> dict[str, str]:
-    """Matrices that are not the weight of a layer, whatever their role, with the module that owns them."""
+    """Matrices of any role that are not the weight of a layer, with the module that owns them."""
     return {row.name: parent_path(row.name) for row in plan if _is_matrix(row) and row.name not in layers}
 
 
 def _ancestors(name: str) -> Iterator[str]:
-    """The paths of the modules that hold a parameter, from the inside out. Parametrizations, which make a weight, are skipped:
-    the layer that uses the weight comes next."""
+    """The paths of the modules around a parameter, from the inside out, without parametrizations, which are not called with the
+    layer's input."""
     while name:
         name = parent_path(name)
         if "parametrizations" not in name.split("."):

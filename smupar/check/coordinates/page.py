@@ -20,7 +20,7 @@ _COLUMNS = ("verdict", "rule", "axis", "at", "place", "quantity", "when", "slope
 
 
 def check_document(report: Report, *, folder: str = "") -> Document:
-    # What is under test comes first; SP and muP are there to be compared with.
+    # Rules under test come first, then the baselines SP and muP.
     rules = sorted(report.rules, key=lambda rule: rule in ("sp", "mup"))
     return {
         "kind": "check",
@@ -55,7 +55,7 @@ def _answer(report: Report, rule: str) -> Answer:
     verdict, title = report.verdicts[rule], get_rule(rule).title
     first, *reasons = report.explain_rule(rule)
     over = first.partition(f"{verdict.upper()} ")[2]
-    # What is long (which layers, every quantity) is among all findings, below.
+    # The long part (layers, quantities) is in the findings below.
     told = [reason.strip().partition(" [")[0] for reason in reasons if not reason.strip().startswith(JUDGED)]
     return {
         "name": title,
@@ -67,7 +67,7 @@ def _answer(report: Report, rule: str) -> Answer:
 
 
 def _chart(report: Report, axis: str, rule: str, quantity: str) -> Chart:
-    """The sizes of one quantity in hidden layers, a line for each of some steps."""
+    """The sizes of one quantity in hidden layers, with one line for each of some steps."""
     title = get_rule(rule).title
     steps: list[int] = thinned(sorted({reading.step for reading in report.readings if reading.step > 0}), _NUM_STEPS)
     lines: list[ChartLine] = []
@@ -98,7 +98,7 @@ def _chart(report: Report, axis: str, rule: str, quantity: str) -> Chart:
 
 
 def _table(report: Report) -> PageTable:
-    """The slopes that decide, the worst first."""
+    """The table of deciding slopes, the worst first."""
     deciding = [slope for slope in report.slopes if slope.quantity in JUDGED and decides(slope)]
     ranked = sorted(deciding, key=lambda slope: (slope.verdict != FAIL, -abs(slope.slope)))
     varied = ["rule", "axis", "at", "quantity", "when", "verdict"]

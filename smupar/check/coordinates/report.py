@@ -34,8 +34,8 @@ from smupar.rules import get_rule
 
 @dataclass
 class Report:
-    """All measurements, with verdicts. ``ok`` is about the rules under test: all rules except the baselines SP and muP, or all
-    rules if only baselines were run."""
+    """All measurements, with verdicts. ``ok`` counts the rules under test: all except the baselines SP and muP, or all if only
+    baselines were run."""
 
     readings: list[Reading]
     faults: Mapping[Cell, list[Finding]]
@@ -113,14 +113,15 @@ class Report:
         return text
 
     def plot(self, path: str | Path | None = None, *, quantities: tuple[str, ...] = JUDGED) -> Any:
-        """The picture: a row for each quantity, a column for each rule, a line for each step. PNG, or any matplotlib format."""
+        """Draws a row for each quantity, a column for each rule and a line for each step, as PNG or any format of
+        matplotlib."""
         figure = _draw(self, quantities)
         if path is not None:
             save_figure(figure, path, dpi=110)
         return figure
 
     def to_html(self, path: str | Path) -> None:
-        """Writes one page that needs no other file, with verdicts, charts and table of slopes."""
+        """Writes a self-contained page with verdicts, charts and the table of slopes."""
         from smupar.check.coordinates.page import check_document
 
         write_page(Path(path), check_document(self, folder=str(Path(path).parent)))
@@ -138,14 +139,14 @@ def _slope_fields(slope: Slope) -> dict[str, Any]:
 
 
 def _between(verdict: str, slopes: list[Slope], seeds: int) -> str:
-    # Why fewer tokens help: an update is the sum of the gradients of all tokens. Each token is moved by its own gradient, which
-    # adds up over n inputs like n, and by those of the others, which add up like sqrt(n). The fewer others, the less of that.
+    # Why fewer tokens help: an update sums the gradients of all tokens. At a token its own gradient has an effect that adds up
+    # over n inputs like n, while the effects of the others add up like sqrt(n). With fewer others there is less of the latter.
     remedy = (
         f"run more seeds (now {seeds})"
         if verdict == UNCLEAR
-        else "certain to lie in between, so more seeds will not change it. It often comes from widths where sums of random "
-        "terms still count: use smaller batches (about 16 tokens), larger widths or more weights per neuron, and see whether "
-        "it shrinks"
+        else "certain to lie in between, so more seeds will not change it. The cause is often that sums of random terms still "
+        "matter at these widths: use smaller batches (about 16 tokens), larger widths or more weights per neuron, and see "
+        "whether the drift shrinks"
     )
     return f"  {len(slopes)} slopes are neither small nor large, such as {_told(max(slopes, key=_excess))}: {remedy}"
 
@@ -186,7 +187,7 @@ def _draw(report: Report, quantities: tuple[str, ...]) -> Any:
 
     grid = figure.subplots(len(quantities), len(panels), sharey="row", squeeze=False)
     steps = sorted({reading.step for reading in report.readings if reading.step > 0})
-    colours: Any = ScalarMappable(Normalize(steps[0], steps[-1] + 1), "cividis")  # suits colour-blind readers
+    colours: Any = ScalarMappable(Normalize(steps[0], steps[-1] + 1), "cividis")  # can be told apart by colour-blind readers
     for row, quantity in enumerate(quantities):
         for column, (axis, rule) in enumerate(panels):
             panel = grid[row][column]
@@ -221,7 +222,8 @@ def _tick(value: float, axis: str) -> str:
 
 
 def mean_sizes(report: Report, axis: str, rule: str, quantity: str, step: int) -> dict[float, float]:
-    """Geometric mean over hidden layers and seeds, at the largest width and density and the base's depth."""
+    """The geometric mean over hidden layers and seeds, along one axis, with the others at the largest width and density and the
+    base's depth."""
     largest = {name: {getattr(reading, name) for reading in report.readings} for name in AXES if name != axis}
     at = {name: min(found) if name == "depth" else max(found) for name, found in largest.items()}
     hidden = any(reading.role == "hidden" and reading.quantity == quantity for reading in report.readings)

@@ -1,8 +1,8 @@
-"""Slopes of log2(size) against log2(width, density or depth), and whether they are small enough.
+"""Fits slopes of log2(size) against log2(width, density or depth), and judges whether they are small enough.
 
-A rule that works keeps sizes flat. Slopes are fitted for each seed and step; their mean over seeds comes with a 95 % confidence
-interval. The spread is pooled over places of one kind. Places of one run are not independent, so at most three count. Step 1
-and the mean of all later steps decide, because single later steps are noisy, especially their gradients.
+A rule that works keeps sizes flat. Slopes are fitted for each seed and step; their mean over seeds has a 95 % confidence
+interval. The spread is pooled over places of one kind. Since places of one run are not independent, at most three count. Step 1
+and the mean of all later steps decide, because single later steps are noisy, especially in gradients.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from statistics import fmean, linear_regression
 from smupar.check.coordinates.measure import AXES, GRAD_X, JUDGED, WIDENING, Reading, Y
 
 PASS, FAIL, EXCEPTION = "pass", "fail", "known exception"
-UNCLEAR = "more seeds"  # the interval reaches over a threshold
-DRIFT = "drift"  # the whole interval lies between the thresholds, so more seeds will not change the verdict
+UNCLEAR = "more seeds"  # the confidence interval contains a threshold
+DRIFT = "drift"  # the whole interval is between the thresholds, so more seeds will not change the verdict
 # (pass below, fail above). At step 1 a single layer is exact up to sampling. At later steps, and in blocks, nonlinear dynamics
 # change sizes a little under any rule, while an uncorrected rule changes them by powers of the width or density.
 LAYER_AT_STEP_1 = (0.2, 0.35)
 OTHERWISE = (0.5, 0.8)
-# Sums over blocks grow as the square root of the depth if their terms are independent, and the share of the embedding in the
-# stream hides a part of that. So what fails over depth is smaller.
+# Sums over blocks grow like the square root of the depth if their terms are independent, and the embedding's share of the
+# stream hides a part of that. So the limits over depth are lower.
 OVER_DEPTH = (0.2, 0.35)
 _QUERY = re.compile(r"(^|[._])(w?[qk]|query|key)(_proj|_lin)?$", re.IGNORECASE)
 # 97.5 % points of Student's t by degrees of freedom; 1.96 beyond.
@@ -33,7 +33,7 @@ _T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9
 
 @dataclass(frozen=True)
 class Slope:
-    """How one size changes along one axis: size ~ axis ** slope."""
+    """The change of one size along one axis: size ~ axis ** slope."""
 
     rule: str
     axis: str  # "width", "density" or "depth"
@@ -41,8 +41,8 @@ class Slope:
     kind: str
     role: str
     quantity: str
-    step: int  # the last step, for the mean over later steps
-    # The values of the other axes. The slope's own axis is None, and so is depth if the check does not vary it.
+    step: int  # for the mean over later steps, the last one
+    # The values of the other axes. The slope's own axis is None, and so is the depth if the check does not vary it.
     width: float | None = None
     density: float | None = None
     depth: float | None = None
@@ -68,20 +68,20 @@ class Slope:
 
     @property
     def group(self) -> tuple[object, ...]:
-        """The key under which slopes pool their spread. A single place, such as the readout, has too few seeds for it."""
+        """The key by which slopes pool their spread, since a single place, such as the readout, has too few seeds."""
         return self.rule, self.axis, self.at, self.kind, self.quantity, self.step, self.is_mean
 
 
 def slopes(readings: Iterable[Reading]) -> list[Slope]:
-    """All slopes that the grid allows. Slopes that should be 0 according to Table 1 are judged."""
+    """All slopes that the grid allows. Those that should be 0 by Table 1 are judged."""
     readings = _expected_sizes(readings)
     axes = [axis for axis in AXES if len({getattr(reading, axis) for reading in readings}) > 1]
     return [slope for axis in axes for slope in _judged(_fitted(readings, axis))]
 
 
 def _expected_sizes(readings: Iterable[Reading]) -> list[Reading]:
-    """The readings, with the gradients of blocks that read a fixed size (a recurrent layer after a narrow embedding) divided by
-    what is expected of them: they are sums over the width, as for a layer that reads a fixed size."""
+    """The readings, with gradients of blocks that read a fixed size, such as a recurrent layer after a narrow embedding,
+    divided by their expected growth. They are sums over the width, as in a layer that reads a fixed size."""
     readings = list(readings)
     entries: dict[str, dict[int, int]] = defaultdict(dict)  # place -> width -> number of entries
     for reading in readings:
@@ -97,7 +97,7 @@ def _expected_sizes(readings: Iterable[Reading]) -> list[Reading]:
 
 
 def _fitted(readings: list[Reading], axis: str) -> list[tuple[Slope, list[float]]]:
-    """Each mean slope, with the slopes of the single seeds."""
+    """Each mean slope, with the slopes of its seeds."""
     by_seed = _slopes_by_seed(readings, axis)
     last = max(reading.step for reading in readings)
     later: dict[Slope, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -114,7 +114,7 @@ def _fitted(readings: list[Reading], axis: str) -> list[tuple[Slope, list[float]
 
 
 def _slopes_by_seed(readings: list[Reading], axis: str) -> dict[Slope, dict[int, float]]:
-    """The slope of each seed. The keys are ``Slope`` objects that are not fitted yet."""
+    """The slope of each seed, by ``Slope`` objects that are not fitted yet."""
     others = [name for name in AXES if name != axis]
     points: dict[Slope, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for reading in readings:
@@ -163,7 +163,7 @@ def thresholds(slope: Slope) -> tuple[float, float]:
 def judge(slope: Slope) -> str:
     """One of the five verdicts, or "" if Table 1 does not say what the slope should be."""
     if slope.quantity not in JUDGED or (slope.quantity == GRAD_X and slope.role == "embedding"):
-        return ""  # no rule is about the gradient with respect to the data
+        return ""  # no rule covers the gradient of the data
     if _is_known_exception(slope):
         return EXCEPTION
     passes, fails = thresholds(slope)
@@ -177,32 +177,32 @@ def judge(slope: Slope) -> str:
 
 
 def deviation(slope: Slope) -> float:
-    """How far a slope is from the right ones. 0 is right, with one exception.
+    """The distance of a slope from the right ones. Only 0 is right, with one exception.
 
-    A layer that reads a fixed size and writes one that scales sends back grad X = W^T grad Y, a sum over the n neurons that it
-    writes. At step 1 their terms are independent and add up to sqrt(n), which ``measure`` has divided out. Then each update
-    aligns W with grad Y, and aligned terms add up to n. So from step 2 on every slope from 0 (all independent) to 1/2 (all
-    aligned) is right.
+    If a layer reads a fixed size and writes one that scales, its input gradient grad X = W^T grad Y is a sum over the n neurons
+    that it writes. At step 1 the terms are independent and add up like sqrt(n), which ``measure`` has divided out. Then each
+    update aligns W with grad Y, and aligned terms add up like n. So from step 2 on every slope from 0 (all independent) to 1/2
+    (all aligned) is right.
     """
     aligned = 0.5 if slope.role == WIDENING and slope.quantity == GRAD_X and slope.axis == "width" and slope.step > 1 else 0.0
     return max(-slope.slope, slope.slope - aligned)
 
 
 def _is_known_exception(slope: Slope) -> bool:
-    """Initial logits under muP and SmuPar are a sum of d random terms divided by d. So they shrink like 1 / sqrt(width) until
-    the readout has learned, for three steps at most. Attention logits do the same if the head size grows, and so do the
-    gradients of queries and keys."""
+    """Whether a slope may differ because logits start small. Under muP and SmuPar initial logits are a sum of d random terms
+    divided by d, so they shrink like 1 / sqrt(width) until the readout has learned, for at most three steps. The same holds for
+    attention logits if the head size grows, and for the gradients of queries and keys."""
     logits = slope.role in ("unembedding", "logits") and slope.quantity == Y and slope.step <= 3
     queries = bool(_QUERY.search(slope.place)) and slope.quantity == GRAD_X and slope.step == 1
     return slope.axis == "width" and slope.rule != "sp" and (logits or queries) and -0.65 < slope.slope < LAYER_AT_STEP_1[0]
 
 
 def decides(slope: Slope) -> bool:
-    """Whether a slope counts for the verdict. The other slopes only show from which step on sizes drift."""
+    """Whether a slope counts for the verdict. The others only show from which step on sizes drift."""
     return slope.step == 1 or slope.is_mean
 
 
 def overall(judged: Iterable[Slope]) -> str:
     verdicts = {slope.verdict for slope in judged if decides(slope)}
-    # No seeds turn a drift into a pass, so it comes before slopes that are not clear yet.
+    # More seeds cannot turn a drift into a pass, so it takes precedence over unclear slopes.
     return next((verdict for verdict in (FAIL, DRIFT, UNCLEAR) if verdict in verdicts), PASS)

@@ -1,5 +1,5 @@
 """The check over a whole run: do updates keep their size until the end?
 
-``run`` trains the models of the grid and observes them, ``drift`` says how sizes depend on width, density and depth at each
-look, ``causes`` names what may have caused a drift, and ``report`` puts it into words.
+``run`` trains and observes the models of the grid, ``drift`` finds how sizes depend on width and density at each look,
+``causes`` names likely causes of a drift, and ``report`` puts the result into words.
 """

@@ -1,4 +1,4 @@
-"""What may have caused a drift, from what was observed at every look: learning rates, decay, masks, alignment."""
+"""Finds likely causes of a drift in the observations: learning rates, decay, masks and alignment."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from smupar.check.coordinates.measure import Cell
 from smupar.plan.settings import layer_glob
 from smupar.updates.observation import ALIGNMENT, DECAY, LATE, LR, MOVED, Observation
 
-_UNEVEN = 1.5  # a layer decays at another rate than the others if the rates differ by this factor
-_STOPPED = 0.1  # decay has stopped where it is below this share of what it was
-_HIGH = 0.5  # a learning rate that ends above this share of its peak
+_UNEVEN = 1.5  # decay rates are uneven if they differ by this factor
+_STOPPED = 0.1  # decay has stopped if it falls below this share of its former value
+_HIGH = 0.5  # a learning rate is high if it ends above this share of its peak
 _RANDOM = 1.3  # up to this alignment an update is almost random
 _FEW = 32  # kept weights per neuron
 
 
 def causes(rule: str, observations: Mapping[Cell, Observation], *, is_wrong: bool) -> list[Diagnosis]:
-    """All that was seen, the most likely cause first. The same cause in several runs is told once, with their number. That few
-    weights hardly agree is a cause only if sizes are wrong."""
+    """All causes that were seen, the most likely first. A cause in several runs is listed once, with their number. Updates that
+    hardly agree count as a cause only if sizes are wrong."""
     own = {cell: seen for cell, seen in observations.items() if cell.rule == rule and seen.at}
     found: dict[str, tuple[list[str], str, list[Cell]]] = {}
     for look in (_uneven, _stopped, _missing, _moving, _high, *((_moved, _few) if is_wrong else ())):
@@ -41,7 +41,7 @@ Found = tuple[str, tuple[str, ...], str]
 
 
 def _uneven(seen: Observation) -> Iterator[Found]:
-    """Layers whose weights decay at another rate than those of the others, for example since their decay is coupled."""
+    """Layers whose weights decay faster or slower than others, for example because their decay is coupled."""
     rows = seen.sizes[DECAY]
     for index, step in enumerate(seen.at):
         rates = {name: values[index] for name, values in rows.items() if math.isfinite(values[index])}
@@ -65,17 +65,18 @@ def _stopped(seen: Observation) -> Iterator[Found]:
         later = [step for step, share in zip(seen.at, shares, strict=True) if share < _STOPPED * largest]
         if largest > 0 and later and later[-1] == seen.at[-1]:
             before = max((step for step in seen.at if step not in later and step < later[-1]), default=0)
-            yield "decay stopped", (layer_glob(name),), f"after step {before} its weights decay no more"
+            yield "decay stopped", (layer_glob(name),), f"its weights stop decaying after step {before}"
 
 
 def _missing(seen: Observation) -> Iterator[Found]:
     if not any(value > 0 for values in seen.sizes[DECAY].values() for value in values):
-        yield "decay missing", (), "hidden weights do not decay, so that what they learn early never fades"
+        yield "decay missing", (), "hidden weights do not decay, so what they learn early never fades"
 
 
 def _moving(seen: Observation) -> Iterator[Found]:
     since = int(LATE * seen.num_steps)
-    late = [index for index, before in enumerate(seen.at[:-1], 1) if before >= since]  # moved after the look before
+    # masks that moved since the previous look
+    late = [index for index, before in enumerate(seen.at[:-1], 1) if before >= since]
     moving = [name for name, values in seen.sizes[MOVED].items() if any(values[index] > 0 for index in late)]
     if moving:
         yield (
@@ -100,7 +101,7 @@ def _high(seen: Observation) -> Iterator[Found]:
 
 
 def _few(seen: Observation) -> Iterator[Found]:
-    """Updates that hardly agree, in layers that have few weights per neuron to agree."""
+    """Updates that hardly agree, in layers with few weights per neuron."""
     rows = {name: values[-1] for name, values in seen.sizes[ALIGNMENT].items() if seen.per_neuron[name] < _FEW}
     random = {name: value for name, value in rows.items() if value < _RANDOM}
     if random:
@@ -114,7 +115,7 @@ def _few(seen: Observation) -> Iterator[Found]:
 
 
 def _between_runs(own: Mapping[Cell, Observation]) -> list[tuple[str, tuple[str, ...], str]]:
-    """Runs that decay at another rate than the densest, narrowest one: decay that is coupled to the learning rate."""
+    """Runs that decay faster or slower than the densest, narrowest run, because decay is coupled to the learning rate."""
     if not own:
         return []
     rates = {cell: _decay(seen) for cell, seen in own.items()}
@@ -128,5 +129,5 @@ def _between_runs(own: Mapping[Cell, Observation]) -> list[tuple[str, tuple[str,
 
 
 def _decay(seen: Observation) -> float:
-    """The median over layers of how much weights decay in the first looks, over the number of looks."""
+    """The sum of the decays at the first three looks; the median over layers."""
     return median(sum(values[:3]) for values in seen.sizes[DECAY].values())

@@ -1,12 +1,11 @@
-"""How the size of updates depends on width, density and depth over a run, and when that is too much.
+"""How the size of updates depends on width and density over a run, and when the dependence is too strong.
 
-As in the coordinate check, a slope is that of log2(size) against log2(width, density or depth). It is taken at each look, and
-averaged over the layers of a kind (``blocks.*.mlp.down``). The median of three looks is judged, so that one step does not
-decide.
+As in the coordinate check, a slope is that of log2(size) against log2(width or density). It is fitted at each look and averaged
+over the layers of one kind (``blocks.*.mlp.down``). The median of three looks is judged, so that no single step decides.
 
-Late in a run the weights of a neuron agree less and less on an update, and what is left adds up like the square root of their
-number. The fewer weights a neuron keeps, the larger is its update, by up to a slope of -1/2. That cannot be called wrong. The
-limits lie between runs whose outcome is known (docs/coordinate_check.md): runs whose best learning rate stays and whose loss is
+Late in a run the weights of a neuron agree less and less on an update, and then their contributions add up like the square root
+of their number. So neurons that keep fewer weights have larger updates, up to a slope of -1/2, which is not wrong. The limits
+separate runs with known outcomes (docs/coordinate_check.md): healthy runs, whose best learning rate stays and whose loss is
 ahead, and runs that end too high.
 """
 
@@ -23,8 +22,8 @@ from smupar.check.coordinates.verdict import Slope
 from smupar.plan.settings import layer_glob
 
 EVERY = "all layers"
-KIND_LIMITS, MEAN_LIMITS = (-1.1, 0.6), (-0.6, 0.35)  # of a kind of layers, and of the mean over all kinds
-FLOOR = -0.6  # down to here the part of an update that does not agree explains a slope
+KIND_LIMITS, MEAN_LIMITS = (-1.1, 0.6), (-0.6, 0.35)  # limits for one kind of layers, and for the mean over all kinds
+FLOOR = -0.6  # down to here, updates that do not agree explain a slope
 
 
 @dataclass(frozen=True)
@@ -50,14 +49,14 @@ class Drift:
 
     @property
     def wrong_from(self) -> int | None:
-        """The first step from which the slope lies outside its limits at all looks but a few; None if it ends inside, or
-        never leaves."""
+        """The first step from which on the slope is outside its limits at most looks; None if it ends inside them, or never
+        leaves them."""
         low, high = self.limits
         return _lasting({step: not low <= value <= high for step, value in self.smooth.items()})
 
     @property
     def wrong(self) -> list[int]:
-        """All looks at which the slope lies outside its limits."""
+        """All steps at which the slope is outside its limits."""
         low, high = self.limits
         return [step for step, value in self.smooth.items() if not low <= value <= high]
 
@@ -72,12 +71,12 @@ class Drift:
 
     @property
     def remains(self) -> bool:
-        """Whether more is left than what updates that do not agree explain, within the limits."""
+        """Whether a slope within the limits is larger than updates that do not agree can explain."""
         return not self.wrong and not FLOOR <= self.worst[1] <= -FLOOR
 
 
 def drifts(slopes: Iterable[Slope]) -> list[Drift]:
-    """The drifts of all quantities, from the slopes of single layers at single steps."""
+    """The drifts of all quantities, made from the slopes of single layers at single steps."""
     rows: dict[tuple[str, str, str, str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for slope in slopes:
         if not slope.is_mean and math.isfinite(slope.slope):
@@ -92,7 +91,7 @@ def judged(found: Iterable[Drift]) -> list[Drift]:
 
 
 def growth(readings: Iterable[Reading], drift: Drift, step: int) -> float:
-    """How many times larger the size is at the end of the axis where it is largest by the slope."""
+    """How many times larger the size is at the end of the axis where the slope makes it largest."""
     values = {getattr(reading, drift.axis) for reading in readings}
     return 2 ** (abs(drift.smooth[step]) * math.log2(max(values) / min(values)))
 
@@ -110,7 +109,7 @@ def _means(found: list[Drift]) -> list[Drift]:
 
 
 def _lasting(wrong: dict[int, bool]) -> int | None:
-    """The first step from which on at least two thirds of the looks are wrong, the last one among them."""
+    """The first step from which on at least two thirds of the looks are wrong, including the last one."""
     steps = list(wrong)
     if not steps or not wrong[steps[-1]]:
         return None

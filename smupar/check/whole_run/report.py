@@ -1,4 +1,4 @@
-"""The report of a check over a whole run: a verdict for each phase, what remains, and what to do."""
+"""The report of a check over a whole run: a verdict for each phase, remaining drifts, and remedies."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from smupar.updates.observation import Observation
 
 @dataclass
 class RunReport(Report):
-    """What ``coord_check`` returns if it is given a horizon. ``drifts`` has the slope of every quantity at every look, and
-    ``observations`` what was seen in every run. The verdict is about updates: pass or fail."""
+    """The result of ``coord_check`` with a horizon. ``drifts`` has the slope of every quantity at every look, and
+    ``observations`` the observation of every run. The verdict is about updates: pass or fail."""
 
     observations: Mapping[Cell, Observation] = field(default_factory=dict)
     drifts: list[Drift] = field(init=False)
@@ -64,7 +64,7 @@ class RunReport(Report):
             lines.append(f"  right until step {before}" if before else "  wrong from step 1 on")
         lines += [f"  {self._phase(each)}" for each in wrong]
         remaining = sorted((each for each in own if each.remains), key=lambda each: -abs(each.worst[1]))
-        lines += [f"  a drift that remains, within the limits: {self._told(each, each.worst[0])}" for each in remaining[:3]]
+        lines += [f"  a drift remains, within the limits: {self._told(each, each.worst[0])}" for each in remaining[:3]]
         if not wrong and not remaining and own:
             largest = max(own, key=lambda each: abs(each.worst[1]))
             lines.append(f"  largest slope of dY: {self._told(largest, largest.worst[0])}")
@@ -105,7 +105,7 @@ class RunReport(Report):
         return text
 
 
-# What makes a check fail whatever the sizes are.
+# Faults that fail the check whatever the sizes are.
 _DECIDES = (
     "diverged",
     "LR",
@@ -120,7 +120,7 @@ _DECIDES = (
 
 
 def _wrong(own: list[Drift]) -> list[Drift]:
-    """The drifts that leave their limits. The mean over all layers counts where no kind of layer is named."""
+    """The drifts that leave their limits. The mean over all layers is listed only if no single kind of layer is."""
     wrong = [each for each in own if each.wrong]
     kinds = [each for each in wrong if each.kind != EVERY]
     return kinds or wrong

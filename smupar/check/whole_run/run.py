@@ -1,4 +1,4 @@
-"""A run of the check over a whole run: it is trained to the end, and observed."""
+"""One run of the check over whole runs: it is trained to the end, and observed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NO_SIZES = (ALIGNMENT, LR, DECAY, MOVED)
 
 
 class LongRun(GridRun):
-    """As a run of the coordinate check, with an observation in place of measurements at every step."""
+    """A run that is observed at some steps, instead of measured at every step."""
 
     def train(self, batches: list[Any]) -> None:
         observer = observe(self.model, self.plan, self.optimizers, steps=len(batches))
@@ -53,7 +53,7 @@ class LongRun(GridRun):
 
 
 def readings_of(seen: Observation, cell: Cell, plan: Plan) -> list[Reading]:
-    """The sizes of an observation as the coordinate check knows them."""
+    """The sizes of an observation, as readings of the coordinate check."""
     factors = {GRAD_X: plan.output_factor}
     return [
         Reading(

@@ -4,7 +4,7 @@ convert    ``sparsify_storage`` converts a model's masked linear layers between 
 auto       measures which backend is fastest for a layer
 backends   the table of backends: which layers each can hold, and its kernel on each device
 cpu        kernels for CPUs: our own, or torch's
-library    compiles our own, ``kernel.cpp``, on first use and loads it
+library    compiles our kernel for CPUs, ``kernel.cpp``, on first use and loads it
 gpu        code that the kernels for NVIDIA GPUs share, with ``bf16.cuh``
 tiles      backend "csr" on a GPU, for non-zeros anywhere, with ``tiles.cu``
 semi       backend "2:4", with cuSPARSELt and ``semi.cu``

@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from smupar.execute.cuda_graphs import captured_call
 from smupar.execute.sparse.backends import DENSE, compress, out_dim_of
 from smupar.execute.timing import Call, in_turns, seconds_of, training_step
 from smupar.model.sharding import num_ranks
 
 _ROUNDS = 3
-_GPU_SECONDS = 0.02  # duration of the steps between two readings of the clock: a GPU works asynchronously
-_GPU_MARGIN = 0.03  # a GPU's clock rate varies, so a layer that gains less than this stays dense
+_GPU_SECONDS = 0.02  # time between two readings of the clock, since a GPU works asynchronously
+_GPU_MARGIN = 0.03  # a GPU's clock rate varies, so a layer that is faster by less than this stays dense
 
 
 @dataclass(frozen=True)
@@ -39,11 +40,12 @@ class Work:
     tokens: int  # rows of the activations in one pass
     passes: int = 1  # micro-batches in one step of the optimizer
     dtype: torch.dtype | None = None  # dtype of the activations; None for the weights' dtype
+    captured: bool = False  # whether the step will be captured in a CUDA graph, so that the host's work does not count
 
 
 def timing_of(layer: nn.Module, mask: Tensor, backends: list[str], work: Work, known: Measured) -> Timing:
-    """How long a training step of the layer takes. ``known`` caches the timings of similar layers. All ranks use the timings of
-    the first rank, since they must choose the same backend."""
+    """The time of a training step of the layer with each backend. ``known`` caches the timings of similar layers. All ranks use
+    the first rank's timings, since they must choose the same backend."""
     weight: Any = layer.weight
     density = float(f"{float(mask.sum()) / mask.numel():.2g}")
     key = (type(layer), tuple(weight.shape), density, weight.dtype, weight.device, work, *backends)
@@ -96,8 +98,11 @@ def _step_of(layer: nn.Module, sizes: tuple[int, int], work: Work) -> Call:
     x, grad = (
         torch.randn(work.tokens, size, generator=rng, dtype=work.dtype or like.dtype, device=like.device) for size in sizes
     )
-    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.0, fused=like.is_cuda)  # lr=0 leaves the weights unchanged
-    return training_step(layer, optimizer, x, grad, work.passes)
+    captured = work.captured and like.is_cuda
+    # lr=0 leaves the weights unchanged
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=0.0, fused=like.is_cuda, capturable=captured)
+    step = training_step(layer, optimizer, x, grad, work.passes)
+    return captured_call(step, like.device) if captured else step
 
 
 def _seconds(step: Call, device: torch.device) -> float:

@@ -31,7 +31,9 @@ def missing(backend: str, device: torch.device) -> str | None:
         return None
     if device.type != "cuda":
         where = "runs on a CPU or an NVIDIA GPU" if backend == "csr" else "needs an NVIDIA GPU"
-        return f"backend {backend!r} {where}, the model is on {device}: use {'dense' if backend == 'csr' else 'csr'!r} there"
+        return (
+            f"backend {backend!r} {where}, but the model is on {device}: use {'dense' if backend == 'csr' else 'csr'!r} there"
+        )
     return _missing_on_gpu(backend, device)
 
 
@@ -57,7 +59,7 @@ def out_dim_of(layer: nn.Module) -> int | None:
 
 
 def layer_refusal(layer: nn.Module, leaf: str, parent: nn.Module, num_users: int) -> str | None:
-    """Why no backend can hold a layer; None if one can."""
+    """The reason why no backend can hold a layer; None if one can."""
     weight = getattr(layer, leaf)
     extra = {name for name, _ in layer.named_parameters(recurse=False)} - {"weight", "bias"}
     is_plain = leaf == "weight" and out_dim_of(layer) is not None
@@ -76,18 +78,18 @@ def layer_refusal(layer: nn.Module, leaf: str, parent: nn.Module, num_users: int
 
 
 def refusal(backend: str, layer: nn.Module, mask: Tensor, dtype: torch.dtype) -> str | None:
-    """Why a backend cannot hold a linear layer whose activations have this dtype; None if it can."""
+    """The reason why a backend cannot hold a linear layer with activations of this dtype; None if it can."""
     weight: Any = layer.weight
     on_gpu = weight.device.type == "cuda"
     dtypes = gpu.VALUE_DTYPES if on_gpu else (torch.float32, torch.float64, torch.bfloat16)
     if weight.dtype not in dtypes:
         names = ", ".join(str(known).removeprefix("torch.") for known in dtypes)
         names += " on a GPU" if on_gpu else ""
-        return f"its weight is {weight.dtype}, and backend {backend!r} multiplies {names}: convert it first"
+        return f"its weight is {weight.dtype}, but backend {backend!r} multiplies {names}: convert it first"
     kernel = kernel_of(backend, weight.device)
     if kernel.dtype not in (None, dtype):
         return (
-            f"its activations are {dtype}, and backend {backend!r} multiplies {kernel.dtype} on a GPU: pass "
+            f"its activations are {dtype}, but backend {backend!r} multiplies {kernel.dtype} on a GPU: pass "
             f"dtype={kernel.dtype} and train under torch.autocast('cuda', {kernel.dtype}) (smupar train: --dtype bf16)"
         )
     return kernel.refusal(mask)
@@ -108,8 +110,13 @@ def compress(layer: nn.Module, mask: Tensor, backend: str = "csr", *, out_dim: i
     del layer.weight_mask
     layer.__class__ = SparseLinear
     sparse = cast(SparseLinear, layer)
-    sparse.original, sparse.matrix_shape, sparse.out_dim, sparse.backend = original, (num_rows, num_columns), out_dim, backend
-    sparse.kernel_of, sparse.dense, sparse.weight = partial(kernel_of, backend), PassGradient(), values
+    sparse.original = original
+    sparse.matrix_shape = (num_rows, num_columns)
+    sparse.out_dim = out_dim
+    sparse.backend = backend
+    sparse.kernel_of = partial(kernel_of, backend)
+    sparse.dense = PassGradient()
+    sparse.weight = values
     sparse.register_buffer("weight_columns", columns)
     sparse.register_buffer("weight_row_starts", starts)
     return sparse

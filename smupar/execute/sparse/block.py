@@ -1,7 +1,7 @@
 """Masks of entire square blocks (pattern "block-64") on a GPU. Triton multiplies the kept blocks as dense matrices.
 
-Values stay in the order of the parameter, row by row. A block, or its transpose, can be read from its start and the distance
-between its rows. So the forward pass, both gradients and any optimizer work on one tensor without repacking.
+Values stay in the parameter's order, row by row. The start of a block and the distance between its rows suffice to read the
+block or its transpose. So the forward pass, both gradients and any optimizer work on one tensor without repacking.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from smupar.model.csr import mask_of_index
 _SIZES = (128, 64, 32, 16)
 # Launch settings by block size, the fastest on an H200. Size 16 was not measured.
 _LAUNCH = {size: {"num_warps": 4, "num_stages": 4} for size in _SIZES} | {128: {"num_warps": 8, "num_stages": 3}}
-_TOKENS, _TOKENS_BACK = 128, 64  # rows that a program reads at a time, in a product and in the weights' gradient
-_MOST_PROGRAMS = 65535  # limit of a grid's second dimension, which counts rows: programs that run together share rows
+_TOKENS, _TOKENS_BACK = 128, 64  # rows that a program reads at a time: in a product, and in the weights' gradient
+# limit of a grid's second dimension, which counts tiles of rows, so that concurrent programs read the same rows
+_MOST_PROGRAMS = 65535
 
 
 def block_size(mask: Tensor) -> int | None:
@@ -41,12 +42,12 @@ def _counts(mask: Tensor, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockCsr(KernelIndex):
-    """The kept blocks line by line, where the lines are rows of blocks or columns of blocks."""
+    """The kept blocks by lines, which are rows or columns of blocks."""
 
     starts: Tensor  # [lines + 1]: index of the first block of each line
     indices: Tensor  # [blocks]: position of each block in its line
-    origins: Tensor  # [blocks]: where each block begins among the values, in block sizes
-    strides: Tensor  # [blocks]: distance between two rows of a block, in block sizes
+    origins: Tensor  # [blocks]: start of each block among the values, in units of the block size
+    strides: Tensor  # [blocks]: distance between two rows of a block, in units of the block size
 
 
 @dataclass(frozen=True)
@@ -94,14 +95,14 @@ class Blocks(OnGpu):
         return blocks_index(mask, size, out_dim)
 
     def product(self, rows: Tensor, index: BlocksIndex, values: Tensor, *, back: bool) -> Tensor:
-        by_row = index.out_dim == int(back)  # whether an output line is a row of stored blocks
+        by_row = index.out_dim == int(back)  # whether output lines are rows of blocks
         lines, num_lines = (index.rows, index.shape[0]) if by_row else (index.columns, index.shape[1])
         y, halves, most = rows.new_empty(len(rows), num_lines), values.to(DTYPE), _MOST_PROGRAMS * _TOKENS
-        for part, made in zip(rows.split(most), y.split(most), strict=True):
+        for part, result in zip(rows.split(most), y.split(most), strict=True):
             _kernels().gathered[(num_lines // index.size, -(-len(part) // _TOKENS))](
                 part,
                 halves,
-                made,
+                result,
                 *lines.tensors(),
                 len(part),
                 rows.shape[1],
@@ -114,13 +115,13 @@ class Blocks(OnGpu):
         return y
 
     def values_grad(self, grad: Tensor, x: Tensor, index: BlocksIndex, values: Tensor) -> Tensor:
-        made = torch.empty_like(values)
+        values_grad = torch.empty_like(values)
         by_row, by_column = (grad, x) if index.out_dim == 0 else (x, grad)
         if len(index.row_of):
             _kernels().sampled[(len(index.row_of),)](
                 by_row,
                 by_column,
-                made,
+                values_grad,
                 index.row_of,
                 index.rows.indices,
                 index.rows.origins,
@@ -132,7 +133,7 @@ class Blocks(OnGpu):
                 TOKENS=_TOKENS_BACK,
                 **_LAUNCH[index.size],
             )
-        return made
+        return values_grad
 
 
 def _kernels() -> Any:

@@ -23,7 +23,7 @@ def gathered(
     SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Y[tokens, line] = sum, over blocks k in this line, of X[tokens, indices[k]] @ block_k (block_k.T if TRANSPOSED)."""
+    """Y[tokens, line] = the sum over blocks k in the line of X[tokens, indices[k]] @ block_k (block_k.T if TRANSPOSED)."""
     line = tl.program_id(0)
     token = (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     inside = (token < num_tokens)[:, None]
@@ -57,7 +57,7 @@ def sampled(
     SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Computes one block of A.T @ B in each program, and writes it to the block's place among the values D."""
+    """Each program computes one block of A.T @ B and writes it to its place among the values D."""
     k = tl.program_id(0)
     row, column = tl.load(rows + k), tl.load(columns + k)
     each = tl.arange(0, SIZE)

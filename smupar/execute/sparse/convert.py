@@ -31,7 +31,7 @@ _ACTIVATIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """How one masked parameter is stored now."""
+    """The storage of one masked parameter."""
 
     name: str
     shape: tuple[int, ...]
@@ -73,6 +73,7 @@ def sparsify_storage(
     tokens: int = 2048,
     passes: int = 1,
     dtype: torch.dtype | None = None,
+    captured: bool = False,
 ) -> StorageReport:
     """Makes masked linear layers keep and multiply only their non-zeros, in place. Returns a report of its choices.
 
@@ -80,13 +81,14 @@ def sparsify_storage(
               "block-N", on an NVIDIA GPU; "dense": back to matrices with masks; "auto": for each layer the fastest backend
               that can hold it, or dense, measured once for each kind of layer in this model
     tokens    number of rows of the activations, for the measurements of "auto"
-    passes    number of micro-batches for each step of the optimizer, for the measurements of "auto"
+    passes    number of micro-batches per step of the optimizer, for the measurements of "auto"
     dtype     dtype of the activations under the autocast that you will train with; None: autocast's dtype if autocast is on
               now, else the weights' dtype. Sparse layers on GPUs multiply bfloat16 only
+    captured  whether you will capture the step in a CUDA graph, for the measurements of "auto"
 
-    Each of these weights becomes a parameter of non-zero values under its old name. So call it after ``parameterize`` and
-    before ``param_groups``, a sparsifier, DDP and torch.compile. On bad input, or if a kernel turns out not to work, the model
-    is left untouched. So until the last weight is converted, all weights are held in both forms, which takes memory.
+    Each of these weights becomes a parameter of non-zero values under its old name. So call this after ``parameterize`` and
+    before ``param_groups``, a sparsifier, DDP and torch.compile. On bad input, or if a kernel fails, the model stays unchanged.
+    For this, all weights are held in both forms until the last one is converted, which takes memory.
     """
     _refuse(model, plan)
     refuse(
@@ -101,7 +103,7 @@ def sparsify_storage(
     _refuse_dtype(dtype, masked)
     if dtype is None and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    return _carry_out(model, plan, _decide(model, masked, backend, Work(tokens, passes, dtype)))
+    return _carry_out(model, plan, _decide(model, masked, backend, Work(tokens, passes, dtype, captured)))
 
 
 def _masked(model: nn.Module, plan: Plan) -> list[ModelWeight]:
@@ -141,8 +143,8 @@ def _carry_out(model: nn.Module, plan: Plan, layers: list[StoredLayer]) -> Stora
 
 
 def dense_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The state dict that the model would have with all its weights dense: matrices and masks. Dense models load it, and so do
-    models that keep only non-zeros. Both also load the state dict of a model that keeps only non-zeros."""
+    """The state dict of the model as if all its weights were dense: matrices and masks. Both dense models and models that keep
+    only non-zeros can load it. (Both can also load the state dict of a model that keeps only non-zeros.)"""
     model = unwrapped(model)
     state = dict(model.state_dict())
     for key in [key for key in state if is_compressed(state, key)]:
@@ -195,11 +197,11 @@ def _choice(weight: ModelWeight, backend: str, refusal: str | None, work: Work, 
 
 
 def _with_matrix(layer: nn.Module) -> nn.Module:
-    """The layer itself if it is dense. If it keeps only its non-zeros, a dense copy of it."""
+    """The layer itself if it is dense, or a dense copy if it keeps only its non-zeros."""
     if not isinstance(layer, SparseLinear):
         return layer
     twin = copy.copy(layer)
-    twin.__dict__.update(_insides(layer))  # torch's copy would share these dictionaries
+    twin.__dict__.update(_insides(layer))  # copy.copy shares these dictionaries
     backends.expand(twin)
     return twin
 
@@ -219,18 +221,18 @@ def _keep(model: nn.Module, chosen: StoredLayer, tried: set[tuple[object, ...]])
 
 
 def _try(layer: SparseLinear) -> None:
-    """Computes a product and its gradients. GPU kernels are compiled on their first call, so their errors show up here."""
+    """Computes a product and its gradients once. GPU kernels are compiled on their first call, so their errors appear here."""
     sizes = layer.matrix_shape[1 - layer.out_dim], layer.matrix_shape[layer.out_dim]
     kernel, values, index = layer.kernel, layer.weight.detach(), layer.index()
     x, grad = (torch.zeros(1, size, dtype=kernel.dtype, device=layer.weight.device) for size in sizes)
     kernel.forward(x, index, values, None)
     kernel.backward(grad, x, index, values, for_input=True, for_values=True)
-    torch.cuda.synchronize(layer.weight.device)  # a failed launch is reported only when the host waits for the GPU
+    torch.cuda.synchronize(layer.weight.device)  # a failed launch raises only when the host waits for the GPU
 
 
 @contextlib.contextmanager
 def _all_or_nothing(layers: list[nn.Module]) -> Iterator[None]:
-    """Restores the layers if something fails. They get the same tensors again, so this takes no memory."""
+    """Restores the layers if the block fails. They get the same tensors again, so this takes no memory."""
     before = [(layer, type(layer), {**layer.__dict__, **_insides(layer)}) for layer in layers]
     try:
         yield
@@ -243,7 +245,7 @@ def _all_or_nothing(layers: list[nn.Module]) -> Iterator[None]:
 
 
 def _insides(layer: nn.Module) -> dict[str, Any]:
-    """Copies of the dictionaries in which torch keeps the tensors of a module."""
+    """Copies of the dictionaries that hold a module's tensors."""
     return {name: copy.copy(layer.__dict__[name]) for name in ("_parameters", "_buffers", "_non_persistent_buffers_set")}
 
 

@@ -1,5 +1,5 @@
-"""The kernels for CPUs, whose cost is proportional to the number of non-zeros. ``Compiled`` is ours, ``Torch`` calls torch's
-(MKL), which are used with a warning where ours cannot be compiled.
+"""The kernels for CPUs, whose cost is proportional to the number of non-zeros. ``Compiled`` is our own. ``Torch`` calls torch's
+kernels (MKL); it is used, with a warning, if ours cannot be compiled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from smupar.model.compressed import Kernel, KernelIndex
 
 @dataclass(frozen=True)
 class CsrView(KernelIndex):
-    """The non-zeros line by line, where the lines are the rows of the matrix (CSR) or its columns (CSC)."""
+    """The non-zeros by lines, which are the rows of the matrix (CSR) or its columns (CSC)."""
 
     starts: Tensor  # [lines + 1] int64: index of the first non-zero of each line
     indices: Tensor  # [non-zeros] int32: position of each non-zero in its line
@@ -45,7 +45,7 @@ def to_csc(row_starts: Tensor, columns: Tensor, num_columns: int) -> CsrView:
 
 @dataclass(frozen=True)
 class CpuIndex(KernelIndex):
-    """The non-zeros of every output, for the forward pass, and of every input, for the backward pass."""
+    """The non-zeros by outputs, for the forward pass, and by inputs, for the backward pass."""
 
     by_output: CsrView
     by_input: CsrView
@@ -133,7 +133,7 @@ class Torch(OnCpu):
 
 
 def _csr(view: CsrView, values: Tensor, num_columns: int) -> Tensor:
-    # torch wants row pointers and columns in one dtype, and MKL wants 32 bits. Use 64 bits only if 32 are too few.
+    # torch needs row pointers and columns in one dtype, and MKL needs 32 bits. 64 bits are used only if 32 are too few.
     kind = torch.int32 if len(values) < 2**31 else torch.int64
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
@@ -148,7 +148,7 @@ def _csr(view: CsrView, values: Tensor, num_columns: int) -> Tensor:
 
 @cache
 def best_kernel() -> Kernel:
-    """Our kernel, or torch's if ours cannot be compiled."""
+    """Our own kernel, or torch's if ours cannot be compiled."""
     try:
         library()
         return Compiled()

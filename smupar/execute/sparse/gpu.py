@@ -1,7 +1,7 @@
 """Code that the kernels for NVIDIA GPUs share. They multiply bfloat16, and torch compiles their CUDA source on first use.
 
-Each pass packs the values again, which costs one kernel launch. Packed values are not cached, because optimizers of other
-libraries and CUDA graphs write to weights without torch noticing, so cached values could be stale.
+Each pass packs the values again, which costs one kernel launch. They are not cached, because other libraries' optimizers and
+CUDA graphs write to weights without torch noticing, so a cache could be stale.
 """
 
 from __future__ import annotations
@@ -30,11 +30,15 @@ def missing(device: torch.device) -> str | None:
     if torch.version.hip is not None:
         return "an NVIDIA GPU"
     if sys.platform != "linux":
-        return "Linux"  # libraries are loaded by their names on Linux
+        return "Linux"  # the names of libraries are those on Linux
     if not hasattr(torch.cuda, "_compile_kernel"):
         return f"torch.cuda._compile_kernel, which torch {torch.__version__} does not have (2.9 and later do)"
     major, minor = torch.cuda.get_device_capability(device)
-    return None if major >= 8 else f"a GPU that multiplies bfloat16 (compute capability 8.0), this one has {major}.{minor}"
+    return (
+        None
+        if major >= 8
+        else f"a GPU that multiplies bfloat16 (compute capability 8.0 or later; this one has {major}.{minor})"
+    )
 
 
 @cache
@@ -49,20 +53,21 @@ def compiled(file: str, name: str, device: torch.device, *, shared: int = 0, **d
 
 
 def current_stream(device: torch.device) -> ctypes.c_void_p:
-    """The address of the current stream. torch.cuda.current_stream would create an object, which takes longer than a launch."""
+    """The address of the current stream. torch.cuda.current_stream would create an object, which takes longer than launching a
+    kernel."""
     return ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device.index))
 
 
 class Launch:
-    """Launches a kernel that torch compiled. torch's own call looks up the driver's library at each launch, which takes longer
-    than the kernel itself."""
+    """Launches a kernel that torch compiled. torch's own call looks up the driver's library each time, which takes longer than
+    the kernel."""
 
     def __init__(self, kernel: Any, shared: int, device: torch.device) -> None:
         self.kernel, self.shared, self.device = kernel, shared, device
         self.driver = ctypes.CDLL("libcuda.so.1")
 
     def __call__(self, grid: tuple[int, int, int], block: tuple[int, int, int], args: list[Tensor | int]) -> None:
-        """Launches the kernel with the address of each tensor's data, and with the integers as they are."""
+        """Launches the kernel. Tensors are passed by address, integers by value."""
         values = [ctypes.c_void_p(arg.data_ptr()) if isinstance(arg, Tensor) else ctypes.c_int(arg) for arg in args]
         pointers = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
         launch = self.kernel.func, *grid, *block, self.shared, current_stream(self.device), pointers, None
@@ -75,14 +80,14 @@ class Launch:
 
 @dataclass(frozen=True)
 class GpuIndex(KernelIndex):
-    """Base class of the GPU kernels' indices. Each adds tensors that no other code writes to."""
+    """The base class of the GPU kernels' indices. Subclasses add tensors that no other code writes to."""
 
     shape: tuple[int, int]
     out_dim: int
 
 
 class OnGpu(Kernel):
-    """Base class of the kernels for GPUs. Each kernel implements two products:
+    """The base class of the kernels for GPUs. Each kernel implements two products:
 
     product(rows, index, values, back=...)  rows of the output from rows of the input; ``back``: rows of the input's gradient
                                             from rows of the output's gradient
@@ -120,8 +125,8 @@ _threads = threading.local()
 
 
 def _entered(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """The context in which to launch kernels. The driver launches them. In a new thread, such as one of autograd's, the driver
-    has no current device until torch has run something there."""
+    """A context for launching kernels through the driver. In a new thread, such as one of autograd's, the driver has no current
+    device until torch has run something there."""
     context = contextlib.nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
     seen = _threads.__dict__.setdefault("devices", set())
     if device not in seen:
@@ -131,8 +136,8 @@ def _entered(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 def dense_grad(grad: Tensor, x: Tensor, out_dim: int) -> Tensor:
-    """The gradient of the full matrix. Computing a dense product and picking entries is faster than computing only these
-    entries: 167 us against 247 us at width 2048, 16384 tokens, density 1/128 on an H200."""
+    """The gradient of the full matrix. Picking entries from a dense product is faster than computing only these entries: 167 us
+    against 247 us at width 2048, 16384 tokens and density 1/128 on an H200."""
     return grad.T @ x if out_dim == 0 else x.T @ grad
 
 

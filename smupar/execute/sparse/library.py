@@ -1,9 +1,9 @@
 """Compiles our kernel for CPUs, ``kernel.cpp``, on first use, and loads it.
 
-Its interface is plain C. So compiling takes seconds and needs no headers of torch, and the library works with any version of
-torch. The library is kept in the user's cache, in a folder that no other user can write to. Its name has the sha256 of its
-content, which is compared before the library is loaded: a damaged one is compiled again. If the cache cannot be used, the
-library is compiled into a temporary folder for this process alone.
+Its interface is plain C, so compiling takes seconds and needs no headers of torch, and the library works with any version of
+torch. It is kept in the user's cache, in a folder that no other user can write to. Its file name has the sha256 of its content,
+which is checked before loading; a damaged library is compiled again. If the cache cannot be used, the library is compiled into
+a temporary folder for this process only.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _BACKWARD = [_ADDRESS, _ADDRESS, _LONG, _LONG, _LONG, _ADDRESS, _ADDRESS, _ADDRE
 _TRAINING = {"forward": _FORWARD, "backward": _BACKWARD}
 
 
-class NoKernel(Exception):  # noqa: N818  # not an error: torch's products are used instead
-    """Our own kernel is not available here; the text says why."""
+class NoKernel(Exception):  # noqa: N818  # not an error, since torch's products are used instead
+    """Our own kernel is not available; the text says why."""
 
 
 class SparseWarning(UserWarning):
-    """Sparse execution works, but not as fast as it could."""
+    """Sparse execution works, but slower than it could."""
 
 
 def library() -> ctypes.CDLL:
@@ -74,20 +74,20 @@ class _Build:
 
     @property
     def prefix(self) -> str:
-        """The start of the library's file name, which says what it is made of."""
+        """The start of the library's file name, a hash of everything that it is made from."""
         made_of = b"/".join([_SOURCE.read_bytes(), _machine(), self.compiler.encode()])
         return f"kernel-{hashlib.sha256(made_of).hexdigest()[:16]}"
 
     def from_cache(self) -> ctypes.CDLL | None:
-        """The library in the user's cache, compiled if there is none; None if the cache cannot be used."""
+        """The library in the user's cache, compiled now if needed; None if the cache cannot be used."""
         try:
             with private_folder(cache_folder()) as folder:
                 folder.chmod(0o700)
                 return self.stored(folder) or self.compiled(folder)
         except OSError as error:
             warnings.warn(
-                f"the kernel is compiled for this process alone, since the cache cannot be used ({error}): "
-                "set XDG_CACHE_HOME to a folder of your own",
+                f"the kernel is compiled for this process only, since the cache cannot be used ({error}): set XDG_CACHE_HOME "
+                "to a folder of your own",
                 SparseWarning,
                 stacklevel=2,
             )
@@ -98,7 +98,7 @@ class _Build:
             return self.compiled(folder)
 
     def stored(self, folder: Path) -> ctypes.CDLL | None:
-        """The library that an earlier process compiled; None if there is none, or if it is damaged."""
+        """The library that an earlier process compiled; None if there is none or it is damaged."""
         for path in sorted(folder.glob(f"{self.prefix}-*.so")):
             if self.is_whole(path):
                 return _typed(ctypes.CDLL(str(path)))
@@ -121,12 +121,12 @@ class _Build:
 
     def compiled(self, folder: Path) -> ctypes.CDLL:
         with _alone_in(folder) as lock:
-            if already := self.stored(folder):  # by the process that was waited for
+            if already := self.stored(folder):  # another process compiled it while this one waited
                 return already
             unfinished = folder / f"{self.prefix}-{os.getpid()}.tmp"
             try:
                 self.compile(unfinished, lock)
-                sync(unfinished)  # a file that has its final name is whole, even if the power fails
+                sync(unfinished)  # a file under its final name is complete, even if the power fails
                 path = folder / self.name_of(read_own(unfinished))
                 unfinished.replace(path)
             finally:
@@ -135,12 +135,12 @@ class _Build:
             return _typed(ctypes.CDLL(str(path)))
 
     def compile(self, path: Path, lock: int) -> None:
-        # The compiler keeps the lock if this process is killed, so that nobody removes the file while it is written.
+        # The compiler inherits the lock. So if this process is killed, nobody removes the file while it is written.
         run = partial(subprocess.run, check=True, capture_output=True, text=True, cwd=path.parent, pass_fds=(lock,))
         command = [self.compiler, *_FLAGS, str(_SOURCE.resolve()), "-o", path.name]
         try:
             run([*command, "-fopenmp"])
-        except subprocess.CalledProcessError:  # Apple's compiler has no OpenMP: use one thread
+        except subprocess.CalledProcessError:  # Apple's compiler has no OpenMP: one thread then
             run([*command, "-Wno-unknown-pragmas"])
 
 
@@ -154,7 +154,7 @@ def _machine() -> bytes:
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[int]:
-    """Lets one process at a time compile in a folder, and removes what killed processes left there. Yields the lock."""
+    """Lets one process at a time compile in a folder, and removes files that killed processes left there. Yields the lock."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # some network file systems have no locks

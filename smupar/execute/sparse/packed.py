@@ -1,7 +1,8 @@
 """Linear layers for decoding, where a text grows by one token at a time.
 
-Each token reads all weights once, so bytes are what costs. A packed layer keeps its non-zeros row by row, with 2 bytes for a
-column and 2 or 4 for a value, and nothing for training. It is made of any linear layer that has zeros: no plan is needed.
+Each token reads all weights once, so the time follows the number of bytes. A packed layer keeps its non-zeros row by row, with
+2 bytes for a column and 2 or 4 for a value, and nothing for training. Any linear layer with zeros can be packed; no plan is
+needed.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ PACKED = "packed"
 STORAGES = (AUTO, DENSE, PACKED)
 _FUNCTIONS = {torch.float32: "smupar_packed_f32", torch.bfloat16: "smupar_packed_bf16"}
 _MAX_INPUTS = 2**16  # columns have 16 bits
-_SLACK = 16  # the kernel reads that many entries at once, also at the end
-_MOST_KEPT = 0.75  # a layer with more non-zeros than that is not worth measuring: it would take as many bytes as a dense one
+_SLACK = 16  # the kernel reads this many entries at a time, also at the end
+_MOST_KEPT = 0.75  # with more non-zeros a packed layer has about as many bytes as a dense one, and is not worth measuring
 _ROUNDS = 5
 
 
 class PackedLinear(nn.Module):
-    """A linear layer of a model that only generates, in fp32 or bf16, on a CPU."""
+    """A linear layer in fp32 or bf16 for generating text on a CPU."""
 
     row_starts: Tensor  # [outputs + 1] int64
     columns: Tensor  # [non-zeros + slack] uint16
@@ -51,7 +52,7 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, self.in_features).contiguous()
         if rows.dtype != self.values.dtype:
-            raise ValueError(f"the layer was packed in {self.values.dtype}, the input is {x.dtype}: convert the input")
+            raise ValueError(f"the layer was packed in {self.values.dtype}, but the input is {x.dtype}: convert the input")
         y = rows.new_empty(len(rows), self.out_features)
         self.run(
             rows.data_ptr(),
@@ -77,23 +78,23 @@ class PackedLinear(nn.Module):
 
 @dataclass(frozen=True)
 class Packing:
-    """What ``pack`` made of a model."""
+    """The result of packing a model."""
 
     num_packed: int
-    num_dense: int  # linear layers that stay as they are
-    num_bytes: int  # of all weights of the model, with indices
-    seconds: dict[str, dict[str, float]]  # for each kind of layer that was measured: a product's time by storage
+    num_dense: int  # number of linear layers that stay dense
+    num_bytes: int  # bytes of all weights of the model, with indices
+    seconds: dict[str, dict[str, float]]  # measured kind of layer -> storage -> time of a product
 
 
 @torch.no_grad()
 def pack(model: nn.Module, *, storage: str = AUTO, rows: int = 1) -> Packing:
-    """Packs linear layers of a model in place, so that it can only generate from then on.
+    """Packs linear layers of a model in place. After that the model can only generate.
 
-    storage   "packed": every layer that has zeros enough; "auto": those whose product with ``rows`` tokens is faster packed,
-              measured once for each kind of layer; "dense": none
+    storage   "packed": packs every layer with enough zeros; "auto": packs layers whose product with ``rows`` tokens is faster
+              packed, measured once for each kind of layer; "dense": packs none
     rows      number of texts that grow at the same time
 
-    Raises ValueError if "packed" cannot be had. "auto" leaves layers dense then.
+    Raises ValueError if "packed" is impossible. "auto" then leaves layers dense.
     """
     refuse(storage not in STORAGES, f"storage must be one of {', '.join(STORAGES)}, got {storage!r}")
     known: dict[tuple[object, ...], dict[str, float]] = {}
@@ -117,12 +118,12 @@ def pack(model: nn.Module, *, storage: str = AUTO, rows: int = 1) -> Packing:
 
 
 def _refusal(model: nn.Module, name: str, layer: nn.Module) -> str | None:
-    """Why a linear layer cannot be packed, or is not worth it; None if it can."""
+    """The reason not to pack a linear layer; None if it can be packed."""
     weight = layer.get_parameter("weight")
     if weight.device.type != "cpu":
-        return f"packed layers are for CPUs, the model is on {weight.device}"
+        return f"packed layers are for CPUs, but the model is on {weight.device}"
     if weight.dtype not in _FUNCTIONS:
-        return f"{name} is {weight.dtype}, and packed layers are float32 or bfloat16"
+        return f"{name} is {weight.dtype}, but packed layers are float32 or bfloat16"
     if layer._forward_hooks or layer._forward_pre_hooks:
         return f"{name} has hooks: fold its factors into its weights first"
     if _matrix(layer).shape[1] > _MAX_INPUTS:

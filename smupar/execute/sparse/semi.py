@@ -1,9 +1,9 @@
-"""Matrices that keep two of every four weights along rows and along columns (pattern "2:4-transposable"), by cuSPARSELt. Tensor
-cores multiply such a matrix in half the time.
+"""Products with matrices that keep two of every four weights along rows and along columns (pattern "2:4-transposable"), by
+cuSPARSELt. Tensor cores multiply such a matrix in half the time.
 
-A packed matrix of cuSPARSELt holds the values row by row, followed by metadata that depends only on their positions. So the
-metadata is made once, and each pass writes the values in front of it: the values of the matrix in the forward pass, of its
-transpose in the backward pass. The gradient of the weights is a dense product, from which the kept entries are picked.
+A packed matrix of cuSPARSELt has the values row by row, followed by metadata that depends only on their positions. So the
+metadata is made once, and each pass writes values in front of it: those of the matrix in the forward pass, and of its transpose
+in the backward pass. The gradient of the weights is a dense product, from which the kept entries are picked.
 
 cuSPARSELt has several algorithms for a product. When a size is used for the third time, the algorithms are timed, and the
 fastest is used from then on. So the algorithm, and with it the last bits of a product, may differ between two processes, and
@@ -28,7 +28,7 @@ from smupar.model.csr import mask_of_index
 _SIZES = 64  # sizes must be multiples of 64: odd multiples of 32 failed the tests (torch 2.11 on an H200)
 _TOKENS = 16  # the number of rows must be a multiple of 16
 _SOURCE = "semi.cu"
-SEARCH_AT = 3  # a search takes as long as many products, so it pays only for sizes that are used again and again
+SEARCH_AT = 3  # a search takes as long as many products, so it pays off only for sizes that are used repeatedly
 _MOST_KNOWN = 64
 _choosing = threading.Lock()  # autograd has a thread for each device
 
@@ -51,7 +51,7 @@ class SemiStructured(OnGpu):
     name = "2:4"
 
     def __init__(self) -> None:
-        # (sizes, device) -> (plan, how often it was used, up to its search), in the order of their last use
+        # (sizes, device) -> (plan, number of uses before its search), in the order of their last use
         self._plans: dict[tuple[object, ...], tuple[cslt.MatmulPlan, int]] = {}
         self._captured: set[cslt.MatmulPlan] = set()  # CUDA graphs may replay these plans, so they are never freed
 
@@ -90,7 +90,7 @@ class SemiStructured(OnGpu):
         with _choosing:
             plan, seen = self._plans.pop(key, (None, 0))
             plan = plan or cslt.MatmulPlan(shape, len(rows), rows.device)
-            if torch.cuda.is_current_stream_capturing():  # during a capture nothing can be timed
+            if torch.cuda.is_current_stream_capturing():  # nothing can be timed during a capture
                 self._captured.add(plan)
             elif seen < SEARCH_AT:
                 seen += 1
@@ -104,50 +104,51 @@ class SemiStructured(OnGpu):
 
 def packed(values: Tensor, index: SemiIndex) -> Tensor:
     """The matrix in cuSPARSELt's packed format."""
-    made = _room(index.metadata, index.shape[0], len(values))
-    made.view(-1)[: len(values)].copy_(values)
-    return made
+    matrix = _packed_matrix(index.metadata, index.shape[0], len(values))
+    matrix.view(-1)[: len(values)].copy_(values)
+    return matrix
 
 
 def packed_transpose(values: Tensor, index: SemiIndex) -> Tensor:
     """The transpose of the matrix in cuSPARSELt's packed format."""
-    made = _room(index.transposed_metadata, index.shape[1], len(values))
+    matrix = _packed_matrix(index.transposed_metadata, index.shape[1], len(values))
     row_tiles, column_tiles = index.codes.shape
     kernel = compiled(_SOURCE, "turn", values.device, F32=int(values.dtype == torch.float32))
     grid = -(-column_tiles // 32), -(-row_tiles // 32), 1
-    kernel(grid, (256, 1, 1), [values, index.codes, made, row_tiles, column_tiles])
-    return made
+    kernel(grid, (256, 1, 1), [values, index.codes, matrix, row_tiles, column_tiles])
+    return matrix
 
 
 def picked(matrix: Tensor, index: SemiIndex, values: Tensor) -> Tensor:
     """The entries of a matrix at the positions of the non-zeros, in the dtype of ``values``."""
-    made = torch.empty_like(values)
+    entries = torch.empty_like(values)
     row_tiles, column_tiles = index.codes.shape
     kernel = compiled(_SOURCE, "pick", values.device, F32=int(values.dtype == torch.float32))
     grid = -(-column_tiles // 256), min(row_tiles, 65535), 1
-    kernel(grid, (256, 1, 1), [matrix, index.codes, made, row_tiles, column_tiles])
-    return made
+    kernel(grid, (256, 1, 1), [matrix, index.codes, entries, row_tiles, column_tiles])
+    return entries
 
 
-def _room(metadata: Tensor, num_rows: int, num_values: int) -> Tensor:
-    made = metadata.new_empty(num_rows, (num_values + len(metadata)) // num_rows)
-    made.view(-1)[num_values:].copy_(metadata)
-    return made
+def _packed_matrix(metadata: Tensor, num_rows: int, num_values: int) -> Tensor:
+    """A packed matrix with its metadata, and with space for its values."""
+    matrix = metadata.new_empty(num_rows, (num_values + len(metadata)) // num_rows)
+    matrix.view(-1)[num_values:].copy_(metadata)
+    return matrix
 
 
 def _metadata(mask: Tensor) -> Tensor:
-    """The metadata that cuSPARSELt writes after the values. Its layout is not documented, so this function checks it."""
+    """The metadata that cuSPARSELt writes after the values. Its layout is not documented, so it is checked here."""
     number = torch.arange(int(mask.sum()), device=mask.device)
     metadata = []
     for digits in (number % 251, number // 251 % 251):  # bfloat16 holds these numbers exactly
         values = (digits + 1).to(DTYPE)
         matrix = torch.zeros(mask.shape, dtype=DTYPE, device=mask.device).masked_scatter_(mask, values)
-        made = torch._cslt_compress(matrix)
-        flat = made.view(-1)
-        if made.dim() != 2 or len(made) != len(mask) or not torch.equal(flat[: len(values)], values):
+        packed_matrix = torch._cslt_compress(matrix)
+        flat = packed_matrix.view(-1)
+        if packed_matrix.dim() != 2 or len(packed_matrix) != len(mask) or not torch.equal(flat[: len(values)], values):
             raise RuntimeError(
                 f"this version of cuSPARSELt packs a matrix of shape {tuple(mask.shape)} in an unexpected way, as "
-                f"{tuple(made.shape)}: use sparsify_storage with backend='dense', and tell us your version of torch"
+                f"{tuple(packed_matrix.shape)}: use sparsify_storage with backend='dense', and tell us your version of torch"
             )
         metadata.append(flat[len(values) :].view(torch.int16).clone())
     if not torch.equal(*metadata):
@@ -161,6 +162,6 @@ def _faster(plan: cslt.MatmulPlan, matrix: Tensor, rows: Tensor) -> cslt.MatmulP
     try:
         searched.search(matrix, rows)
         seconds = [best_of(partial(each, matrix, rows), 6, clock=gpu_seconds_of) for each in (searched, plan)]
-    except RuntimeError:  # an algorithm that this shape or version does not have
+    except RuntimeError:  # this shape or version does not have the algorithm
         return plan
     return searched if seconds[0] < seconds[1] else plan

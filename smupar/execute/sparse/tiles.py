@@ -1,5 +1,5 @@
-"""Products with non-zeros anywhere in the matrix, on a GPU. A tile of the activations is loaded into shared memory, where all
-non-zeros read it.
+"""Products with matrices whose non-zeros are anywhere, on a GPU. A tile of the activations is loaded into shared memory, and
+all non-zeros read it there.
 
 The forward product and the gradient of the input are our kernels (``tiles.cu``). The gradient of the weights is a dense
 product, from which the entries at the non-zeros are picked.
@@ -26,11 +26,11 @@ _SOURCE = "tiles.cu"
 _WARPS = 32
 # (largest number of features, tokens in a tile), the fastest measured on an H200 with this number of warps.
 _TILES = ((2048, 32), (4096, 16), (8192, 8))
-_TOKENS_OF_A_LANE = 8  # tokens that one thread handles; a tile has at least as many
+_TOKENS_OF_A_LANE = 8  # tokens that one thread handles; no tile has fewer
 
 
 def tile_tokens(num_features: int, device: torch.device) -> int | None:
-    """How many tokens a tile has on a device; None if no tile fits."""
+    """The number of tokens in a tile on this device; None if no tile fits."""
     tokens = next((tokens for most, tokens in _TILES if num_features <= most), 0)
     while tokens >= _TOKENS_OF_A_LANE:
         if shared_bytes(num_features, tokens) <= shared_limit(device):
@@ -41,8 +41,8 @@ def tile_tokens(num_features: int, device: torch.device) -> int | None:
 
 @cache
 def shared_limit(device: torch.device) -> int:
-    """Bytes of shared memory that a block of threads can have. Without a GPU this is a Hopper's number, so that an index can be
-    made anywhere."""
+    """The bytes of shared memory for a block of threads. Without a GPU this is a Hopper's number, so that an index can be made
+    anywhere."""
     if device.type != "cuda":
         return 227 * 1024
     properties: Any = torch.cuda.get_device_properties(device)
@@ -55,7 +55,7 @@ def shared_bytes(num_features: int, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class SlicedEll(KernelIndex):
-    """The non-zeros of one dimension of the matrix, line by line, in the sliced ELLPACK format.
+    """The non-zeros by lines along one dimension of the matrix, in the sliced ELLPACK format.
 
     Lines are grouped into blocks of 32. In a block they are sorted by number of non-zeros, the longest first, and then cut into
     slices. A slice has as many lines as a warp works on at once. The lines of a slice are padded to the same number of entries,
@@ -66,7 +66,7 @@ class SlicedEll(KernelIndex):
         entries    1 3 4 6 | 0 5 . . | 7 . . . | . . . .
         run, line    0, 0      0, 1      1, 0      1, 1
 
-    After the last slice there is room for one more run of each line, since the kernel reads ahead.
+    After the last slice there is padding for one more run of each line, since the kernel reads ahead.
     """
 
     source: Tensor  # [entries] int32: index of the value in the parameter; -1 for padding
@@ -78,7 +78,7 @@ class SlicedEll(KernelIndex):
 
 
 def sliced_ell(view: CsrView, num_inputs: int, tokens: int) -> SlicedEll:
-    """The layout for tiles of ``tokens`` tokens. This number decides how many lines a warp works on at once."""
+    """The layout for tiles of ``tokens`` tokens, which decides how many lines a warp works on at once."""
     height = 32 // (tokens // _TOKENS_OF_A_LANE)  # lines in a slice
     counts, columns, device = view.starts.diff(), view.indices.long(), view.starts.device
     lines = torch.arange(len(counts), device=device)
@@ -88,13 +88,13 @@ def sliced_ell(view: CsrView, num_inputs: int, tokens: int) -> SlicedEll:
     slice_starts = torch.cat([num_runs.new_zeros(1), (num_runs * height).cumsum(0)])
     position = torch.empty_like(sorted_lines)
     position[sorted_lines] = lines
-    # The tensors below have one number for each non-zero: its line, the line's slice, and the line's position in the slice.
+    # For each non-zero: its line, the line's slice, and the line's position in the slice.
     line = lines.repeat_interleave(counts)
     slice_of, in_slice = position[line] // height, position[line] % height
-    # To avoid bank conflicts, lines that are read at the same time start with features in different banks.
+    # To avoid bank conflicts, lines that are read at the same time start at features in different banks.
     banks = 64 // tokens
     order = torch.argsort(line * banks + (columns - in_slice) % banks, stable=True)
-    rank = torch.arange(len(columns), device=device) - view.starts[line]  # within the line; ``order`` keeps lines together
+    rank = torch.arange(len(columns), device=device) - view.starts[line]  # position in its line; ``order`` keeps lines together
     run = slice_starts[slice_of] + rank // _RUN * height + in_slice
     entry = run * _RUN + rank % _RUN
     num_entries = _RUN * (int(slice_starts[-1]) + height)
@@ -138,7 +138,7 @@ class Tiles(OnGpu):
 
 
 def _size_refusal(shape: tuple[int, ...], device: torch.device) -> str | None:
-    """Why no tile fits a matrix of this shape; None if one does."""
+    """The reason why no tile fits a matrix of this shape; None if one does."""
     if any(size % _BLOCK for size in shape):
         return f"its sizes {shape} are not multiples of {_BLOCK}: choose such a width, or leave it dense"
     most = _TILES[-1][0]
@@ -146,12 +146,12 @@ def _size_refusal(shape: tuple[int, ...], device: torch.device) -> str | None:
         return f"its shape {shape} is beyond {most} features, and a tile of them must fit into shared memory: leave it dense"
     if any(tile_tokens(size, device) is None for size in shape):
         need = shared_bytes(max(shape), _TOKENS_OF_A_LANE)
-        return f"a tile takes {need} bytes of shared memory, this GPU has {shared_limit(device)}: leave it dense"
+        return f"a tile takes {need} bytes of shared memory, but this GPU has {shared_limit(device)}: leave it dense"
     return None
 
 
 def pack(values: Tensor, layout: SlicedEll) -> Tensor:
-    """Entries of the matrix as ``multiply`` reads them: a bfloat16 value and its column in one word."""
+    """The entries of the matrix for ``multiply``: a bfloat16 value and its column in one word."""
     num = len(layout.source)
     entries = torch.empty(num, dtype=torch.int32, device=values.device)
     kernel = compiled(_SOURCE, "pack", values.device, F32=int(values.dtype == torch.float32))

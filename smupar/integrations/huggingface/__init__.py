@@ -1,14 +1,14 @@
 """Hugging Face transformers: models, folders and the Trainer. transformers is imported only when this package is used.
 
-families      known architectures: what to change in a config for another width
+families      known architectures: which fields of a config change with the width
 inputs        small inputs for probes
 models        ``parameterize`` makes a model of transformers follow a rule; it builds the base from a config
 folders       ``save_pretrained`` saves masks and plan, ``load`` restores them, ``export`` writes a plain model
-folding       every factor and scale of a model, folded into the weights of a plain one
+folding       folds every factor and scale of a model into the weights of a plain one
 training      an optimizer from ``TrainingArguments`` and a callback, for ``transformers.Trainer``
 
-Names are imported on first use, after a check of transformers' version, because these files import names that other versions
-lack.
+Names are imported on first use, after a check of the version, because these files import names that other versions of
+transformers lack.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Facts about each known architecture of transformers: what to change in a config for another width."""
+"""Facts about the known architectures of transformers: which fields of a config change with the width."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ FAMILIES = {
 
 
 def base_config(config: PreTrainedConfig, width: int = 256) -> PreTrainedConfig:
-    """The config of the same architecture at another width. The number of layers, the size of heads and the number of queries
-    for each key stay the same. The number of heads and the width of MLPs change in proportion."""
+    """The config of the same architecture at another width. The number of layers, the head size and the number of queries per
+    key stay the same; the number of heads and the width of MLPs change in proportion."""
     kind = config.model_type
     refuse(
         kind not in FAMILIES,

@@ -31,8 +31,8 @@ from smupar.plan.settings import refuse
 from smupar.rules import SP
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_TOLERANCES = {"fp32": 1e-3, "bf16": 0.1}  # of outputs, relative to the largest
-# Files that say what a model computes.
+_TOLERANCES = {"fp32": 1e-3, "bf16": 0.1}  # allowed differences of outputs, relative to the largest output
+# Files that determine what a model computes.
 _OF_MODEL = ("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", PLAN_FILE)
 # Files of a tokenizer or an image processor, which an export copies.
 _BESIDE = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template*", "*.model",
@@ -40,9 +40,9 @@ _BESIDE = ("tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "add
 
 
 class _Saving:
-    """A model's own ``save_pretrained``, which also writes the plan beside the weights.
+    """Replaces a model's ``save_pretrained``, and also writes the plan beside the weights.
 
-    It is an object that holds the model. So after a deepcopy, the copy saves itself and not the original.
+    It is an object with a reference to the model, so that after a deepcopy the copy saves itself and not the original.
     """
 
     def __init__(self, model: PreTrainedModel, plan: Plan) -> None:
@@ -53,7 +53,7 @@ class _Saving:
             kwargs.get("push_to_hub"),
             "save_pretrained(push_to_hub=True) would not write the plan: use model.push_to_hub(repo_id)",
         )
-        # Tensors keep the model's own names, so that masks match their weights, and the Trainer can read checkpoints back.
+        # Tensors keep the model's own names, so that masks match their weights and the Trainer can load its checkpoints.
         kwargs.setdefault("save_original_format", False)
         type(self.model).save_pretrained(self.model, save_directory, is_main_process=is_main_process, **kwargs)
         if is_main_process:
@@ -63,12 +63,12 @@ class _Saving:
 
 
 def _write_sums(folder: Path) -> None:
-    """Lists what describes the model. Other files that lie there, such as the Trainer's, are not ours."""
+    """Writes checksums of the files that describe the model. Other files in the folder, such as the Trainer's, are not ours."""
     write_sums(folder, sorted({path.name for pattern in _OF_MODEL for path in folder.glob(pattern)}))
 
 
 def _record_scales(model: PreTrainedModel, plan: Plan) -> None:
-    """Adds attention scales to the plan that the user set by hand, so that ``load`` can restore them."""
+    """Adds attention scales that the user set to the plan, so that ``load`` can restore them."""
     known = {change.path for change in plan.attention}
     for each in find_attentions(model):
         if each.field and not {each.holder, each.path} & known and not any(path.startswith(f"{each.path}.") for path in known):
@@ -77,7 +77,7 @@ def _record_scales(model: PreTrainedModel, plan: Plan) -> None:
 
 
 def keep_plan(model: PreTrainedModel, plan: Plan) -> None:
-    """Makes ``save_pretrained`` write the plan as well, whoever calls it: you, the Trainer or a push to the hub."""
+    """Makes ``save_pretrained`` write the plan too, whether you call it, the Trainer, or a push to the hub."""
     setattr(model, "save_pretrained", _Saving(model, plan))  # noqa: B010  # an attribute of the instance replaces the method
 
 
@@ -91,7 +91,7 @@ def load(folder: str | PathLike[str], *, model_class: type[PreTrainedModel] | No
     """Loads the model that ``save_pretrained`` wrote, with its masks, hooks and attention scale, and its plan. The model is in
     eval mode, as after ``from_pretrained``.
 
-    model_class   class of the model; default the class that the config names, if transformers has it
+    model_class   class of the model; by default the one that the config names, if transformers has it
     """
     path = Path(folder)
     is_checked = check_sums(path, remedy=f"save the model again, or delete {SUMS} if you changed the file on purpose")
@@ -109,11 +109,11 @@ def load(folder: str | PathLike[str], *, model_class: type[PreTrainedModel] | No
     lost = [name for name in info["missing_keys"] if name in plan]
     lost += [f"{row.name}{MASK}" for row in plan if row.masked and row.name not in masks]
     if lost:
-        raise ValueError(f"{path} is incomplete, it lacks {lost[0]!r} and {len(lost) - 1} more tensors: save the model again")
+        raise ValueError(f"{path} is incomplete: it lacks {lost[0]!r} and {len(lost) - 1} more tensors; save the model again")
     if model.can_generate() and (path / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(path)
     _put_masks(model, plan, masks)
-    if not plan.attention and plan.rule != SP.name:  # plans of earlier versions do not say how the scale was set
+    if not plan.attention and plan.rule != SP.name:  # plans of earlier versions did not record how the scale was set
         set_scales(model, plan, runs(model))
     keep_plan(model, plan)
     return model, plan
@@ -122,7 +122,7 @@ def load(folder: str | PathLike[str], *, model_class: type[PreTrainedModel] | No
 @torch.no_grad()
 def _put_masks(model: nn.Module, plan: Plan, masks: dict[str, Tensor]) -> None:
     attach(model, plan, masks={name: mask for name, mask in masks.items() if plan[name].masked})
-    if any(not plan[name].masked for name in masks):  # a sparsifier pruned weights that the plan keeps dense
+    if any(not plan[name].masked for name in masks):  # a sparsifier pruned weights that are dense in the plan
         add_masks(model, plan)
         for name, mask in masks.items():
             weight = weight_of(model, name)
@@ -132,14 +132,14 @@ def _put_masks(model: nn.Module, plan: Plan, masks: dict[str, Tensor]) -> None:
 
 
 def export(folder: str | PathLike[str], out: str | PathLike[str], *, dtype: str = "fp32") -> str:
-    """Writes a folder that a plain ``from_pretrained`` reads, with the same logits. Returns a line that says what is in it.
+    """Writes a folder that a plain ``from_pretrained`` reads, with the same logits. Returns a line about its content.
 
-    Before the folder gets its name, the model is read back and compared with the original on small inputs."""
+    Before the folder gets its final name, the model is loaded and compared with the original on small inputs."""
     source, target = Path(folder), Path(out)
     refuse(dtype not in _DTYPES, f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
     refuse_existing(target)
     model, plan = load(source)
-    plain = folded(model.float(), plan)  # fold in fp32, then round once
+    plain = folded(model.float(), plan)  # fold in fp32, and round once at the end
     nn.Module.to(plain, _DTYPES[dtype])
     with whole_folder(target) as unfinished:
         plain.save_pretrained(unfinished)
@@ -155,7 +155,7 @@ def export(folder: str | PathLike[str], out: str | PathLike[str], *, dtype: str 
 
 
 def _check_export(model: PreTrainedModel, folder: Path, dtype: str) -> None:
-    """Compares what a plain ``from_pretrained`` makes of a folder with the model that was exported."""
+    """Compares the model that a plain ``from_pretrained`` loads from a folder with the exported one."""
     wanted = list(outputs(model))
     plain = type(model).from_pretrained(folder).float()
     if not wanted:
@@ -167,8 +167,8 @@ def _check_export(model: PreTrainedModel, folder: Path, dtype: str) -> None:
         )
     elif not same(wanted, list(outputs(plain)), _TOLERANCES[dtype]):
         raise ValueError(
-            f"the exported {type(model).__name__} does not give the outputs of the original, so it was not kept: share the "
-            "folder that save_pretrained writes"
+            f"the exported {type(model).__name__} has other outputs than the original, so it was not kept: share the folder "
+            "that save_pretrained writes"
         )
 
 
@@ -184,7 +184,7 @@ def _read_plan(folder: Path) -> Plan:
 
 def _read_config(folder: Path) -> Any:
     try:
-        # Without the argument transformers asks at the terminal whether to run code that lies in the folder.
+        # Without this argument transformers would ask at the terminal whether to run code from the folder.
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:  # missing or damaged files and unknown architectures may raise any type
         raise ValueError(f"transformers cannot read {folder / 'config.json'} ({first_line(error)}): save it again") from error

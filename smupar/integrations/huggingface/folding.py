@@ -1,8 +1,8 @@
 """Folds everything that a plan adds to a model into the weights of a plain model, with the same outputs.
 
-Forward factors are multiplied into tables, heads and the ends of residual branches, attention scales into the layers that make
-the queries. Numbers that were set to the base's values are multiplied into the table or head next to them. What fits is found
-by trying, on small inputs.
+Forward factors are multiplied into tables, heads and the ends of residual branches, and attention scales into the layers that
+make the queries. Numbers that were set to the base's values are multiplied into a table or the head next to them. Trials on
+small inputs show which fold leaves the outputs unchanged.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from smupar.plan.disguise import Multiplier, set_multiplier
 from smupar.plan.layers import kind_of
 from smupar.plan.plan import Plan
 
-_EXPONENTS = (1.0, -1.0, 0.5, -0.5)  # how a number may enter: as a factor, a divisor, or through a root of it
+_EXPONENTS = (1.0, -1.0, 0.5, -0.5)  # a number may act as a factor, a divisor, or by its root
 
 
 @torch.no_grad()
@@ -37,10 +37,10 @@ def folded(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
         config.tie_word_embeddings = False
     plain = type(model)(config).eval()
     nn.Module.to(plain, model.dtype)
-    # Tensors are listed under all their names, because a tensor that is tied in one model may be untied in the other.
+    # Under all names, because a tensor that is tied in one model may be untied in the other.
     tensors = {name: parameter.clone() for name, parameter in model.named_parameters(remove_duplicate=False)}
     factors = {id(model.get_submodule(path)): factor for row in plan for path, factor in row.forward}
-    every = model.named_modules(remove_duplicate=False)  # a module may have several names here, and be several modules there
+    every = model.named_modules(remove_duplicate=False)  # one module with several names here may be several modules there
     scaled = {f"{path}.weight": factors[id(module)] for path, module in every if id(module) in factors}
     for name, parameter in plain.named_parameters():
         parameter.copy_(tensors[name] * scaled.get(name, 1.0))
@@ -49,7 +49,7 @@ def folded(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     for name, buffer in plain.named_buffers():
         if name not in set_here:
             buffer.copy_(buffers[name])
-    for each in numbers:  # as in training, until they are folded one by one
+    for each in numbers:  # keep the values of training, until they are folded one by one
         set_multiplier(plain, each.path, each.name, each.base_value)
     for path, factor in plan.branches:
         _scale_rows(plain.get_submodule(path), (), factor)
@@ -72,8 +72,8 @@ def has_two_factors(plan: Plan) -> bool:
 
 
 def _with_scales(model: PreTrainedModel, plan: Plan) -> PreTrainedConfig:
-    """A copy of the config, with the attention scales that the plan put into fields of modules, where a number of the config
-    decides them: Gemma 2 keeps 1 / scale^2, Granite the scale itself."""
+    """A copy of the config with the plan's attention scales, where a number of the config decides the modules' fields: Gemma 2
+    keeps 1 / scale^2, Granite the scale itself."""
     wanted = {(change.path, change.field): change.value for change in plan.attention if change.field}
     best = deepcopy(model.config)
     scales = _scales(model, best)
@@ -81,7 +81,7 @@ def _with_scales(model: PreTrainedModel, plan: Plan) -> PreTrainedConfig:
         likely = [key for key in wanted if key in scales and _may_decide(value, scales[key])]
         for new in {value * (wanted[key] / scales[key]) ** exponent for key in likely for exponent in (1, -1, 2, -2)}:
             config = deepcopy(best)
-            with suppress(Exception):  # configs check types: this may be the number of a token
+            with suppress(Exception):  # configs check types, and this field may be a token id
                 setattr(attrgetter(path)(config) if path else config, name, int(new) if float(new).is_integer() else new)
             found = _scales(model, config)
             if _num_right(found, wanted) > _num_right(scales, wanted):
@@ -102,11 +102,11 @@ def _may_decide(value: float, scale: float) -> bool:
 
 
 def _scales(model: PreTrainedModel, config: PreTrainedConfig) -> dict[tuple[str, str], float]:
-    """What the fields of attentions hold in a model of this config; nothing if it cannot be built with the same shapes."""
+    """The scales in the attention fields of a model with this config; empty if it cannot be built with the same shapes."""
     try:
         with torch.device("meta"):
             built = type(model)(deepcopy(config))
-    except Exception:  # whatever a model says about a number that does not fit
+    except Exception:  # a model may raise anything about a number that does not fit
         return {}
     shapes = ({name: parameter.shape for name, parameter in each.named_parameters()} for each in (model, built))
     if len({str(each) for each in shapes}) > 1:
@@ -144,8 +144,8 @@ def _fold_into_queries(plain: PreTrainedModel, attention: FoundAttention, ratio:
 
 
 def _scale_rows(layer: nn.Module, rows: tuple[tuple[int, int], ...], factor: float) -> None:
-    """Multiplies outputs of a layer, which may be a norm."""
-    if isinstance(layer, nn.MultiheadAttention):  # its factor is on the input of the queries, so the bias has none
+    """Multiplies some outputs of a layer, which may be a norm."""
+    if isinstance(layer, nn.MultiheadAttention):  # its factor is on the queries' input, so the bias has no factor
         weight = layer.in_proj_weight if layer.in_proj_weight is not None else layer.q_proj_weight
         weight[: layer.embed_dim].mul_(factor)
         return
@@ -160,7 +160,7 @@ def _scale_rows(layer: nn.Module, rows: tuple[tuple[int, int], ...], factor: flo
 
 
 def _fold_number(plain: PreTrainedModel, number: Multiplier) -> None:
-    """Gives a number its usual value again, and multiplies a table or the head by what is then missing."""
+    """Restores the usual value of a number, and multiplies a table or the head to make up for it."""
     wanted = list(outputs(plain))
     set_multiplier(plain, number.path, number.name, number.value)
     if same(wanted, list(outputs(plain))):
@@ -193,7 +193,7 @@ def _fold_untied(model: PreTrainedModel, plain: PreTrainedModel) -> None:
 
 
 def _ends(model: PreTrainedModel, path: str) -> Iterator[Tensor]:
-    """Weights next to which a number may act: tables near it first."""
+    """The weights that may make up for a number, with tables near it first."""
     near = [module for module in model.get_submodule(path).modules() if kind_of(module).is_lookup]
     head = model.get_output_embeddings()
     seen: set[int] = set()
@@ -208,12 +208,13 @@ def _ends(model: PreTrainedModel, path: str) -> Iterator[Tensor]:
 
 
 def outputs(model: PreTrainedModel) -> Iterator[Tensor]:
-    """What the model, and every model inside it, makes of small inputs. Models that cannot be called alone are left out."""
+    """The outputs of the model, and of every model inside it, on small inputs. Inner models that cannot be called alone are
+    left out."""
     for run in runs(model):
         try:
             with quiet(model), torch.no_grad():
                 made: Any = run()
-        except Exception:  # a part that needs inputs of another kind
+        except Exception:  # an inner model that needs other inputs
             continue
         values = (made.get("logits"), made.get("last_hidden_state"), made.get("logits_per_text"))
         yield from (value.float() for value in values if isinstance(value, Tensor))

@@ -1,5 +1,4 @@
-"""Small inputs for a model of transformers, from its config alone. They are for looks at a forward pass and for probes, and
-have no meaning."""
+"""Makes small, meaningless inputs for a model of transformers from its config, to run forward passes and probes."""
 
 from __future__ import annotations
 
@@ -15,25 +14,25 @@ from transformers import PreTrainedModel
 from smupar.plan.forward import run_copy
 
 NUM_TOKENS = 6
-NUM_SAMPLES = 3200  # of raw sound
+NUM_SAMPLES = 3200  # samples of raw sound
 IMAGE_SIZE = 64  # where the config does not fix it, as in convolutional models
 
 
 def runs(model: PreTrainedModel) -> list[Callable[[], Any]]:
-    """Forward passes of the model and of every model inside it, such as the vision tower of a model that reads both."""
+    """Forward passes of the model and of every model inside it, such as the vision tower of a multimodal model."""
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     return [partial(_run, part) for part in parts]
 
 
 def fitting(model: PreTrainedModel) -> dict[str, Any] | None:
-    """Inputs with which the model's forward pass works, if any are known: with pictures, where the model reads them."""
+    """Inputs with which the model's forward pass works, with pictures if it reads them; None if no such inputs are known."""
     for make in (_with_pictures, example):
         try:
             inputs = make(model)
             if inputs is not None:
                 run_copy(model, inputs, lambda copied, args, kwargs: copied(*args, **kwargs))
                 return inputs
-        except Exception:  # a config without the fields that are read here, or a forward pass that wants something else
+        except Exception:  # the config lacks the fields that are read here, or the forward pass needs something else
             continue
     return None
 
@@ -43,7 +42,7 @@ def _run(model: PreTrainedModel) -> Any:
 
 
 def example(model: PreTrainedModel) -> dict[str, Any]:
-    """Inputs that the model can be called with."""
+    """Inputs for the model's forward pass."""
     config: Any = model.config
     makers: dict[str, Callable[[Any, nn.Module], Tensor]] = {
         "input_ids": _tokens,
@@ -57,14 +56,14 @@ def example(model: PreTrainedModel) -> dict[str, Any]:
     if config.is_encoder_decoder:
         inputs["decoder_input_ids"] = _tokens(config, model)
     if hasattr(config, "vision_config") and hasattr(config, "text_config") and hasattr(model, "logit_scale"):
-        inputs["pixel_values"] = _pixels(config, model)  # compares texts with pictures
+        inputs["pixel_values"] = _pixels(config, model)  # the model compares texts with pictures
     if "input_ids" in inputs and "token_type_ids" in signature(type(model).forward).parameters:
         inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])  # some models use more parameters then
     return inputs
 
 
 def _with_pictures(model: PreTrainedModel) -> dict[str, Any] | None:
-    """A picture, and a text that mentions it, for a language model with eyes; None for other models."""
+    """A picture and a text with its placeholder tokens, for a language model that reads pictures; None for other models."""
     config: Any = model.config
     token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
     if token is None or not hasattr(config, "vision_config"):
@@ -97,13 +96,13 @@ def _pixels(config: Any, model: nn.Module) -> Tensor:
 
 
 def _features(config: Any, model: nn.Module) -> Tensor:
-    """Spectra, as Whisper reads them: its encoder halves their number."""
+    """Spectra for Whisper, whose encoder halves their number."""
     shape = (1, config.num_mel_bins, 2 * config.max_source_positions)
     return _waves(shape, model)
 
 
 def _sound(config: Any, model: nn.Module) -> Tensor:
-    """Raw sound, as Wav2Vec2 reads it, or spectra, as AST does."""
+    """Raw sound, which Wav2Vec2 reads, or spectra, which AST reads."""
     bins = getattr(config, "num_mel_bins", None)
     return _waves((1, NUM_SAMPLES) if bins is None else (1, config.max_length, bins), model)
 

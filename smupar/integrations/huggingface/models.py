@@ -1,5 +1,5 @@
-"""Makes a model of transformers follow a rule: roles, masks, init, factors, and the attention scale in the model's own field,
-or in its queries."""
+"""Makes a model of transformers follow a rule: roles, masks, init, factors, and the attention scale, in the model's own field
+or by a factor on its queries."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from smupar.plan.make import Settings
 from smupar.plan.plan import Plan, PlanWarning
 from smupar.plan.settings import refuse
 
-# If the number of key and value heads is the same at every width, these matrices have the shape of readouts.
+# If the number of key and value heads does not follow the width, these matrices look like readouts.
 _HIDDEN = ("*.k_proj.weight", "*.v_proj.weight")
 _ABOUT_FILES = ("dtype", "torch_dtype", "architectures", "transformers_version", "model_type", "name_or_path")
-_NO_EXAMPLE = "no inputs for a look at the forward pass: roles come from shapes and modules alone. Pass example=, a batch"
-_FEW = 2**14  # entries of a base's tensor that gets values, to be compared with the model's
+_NO_EXAMPLE = "no inputs for a forward pass are known, so roles come from shapes and modules alone. Pass example=, a batch"
+_FEW = 2**14  # largest tensor of the base that gets its initial values, for comparison with the model's
 
 
 def parameterize(
@@ -39,12 +39,12 @@ def parameterize(
     **settings: Unpack[Settings],
 ) -> Plan:
     """``smupar.parameterize`` for a model of transformers. Weight matrices get a fresh init. It also sets the attention scale,
-    gives the base's values to numbers that follow the width (``multipliers="base"``), and lets ``save_pretrained`` save the
+    gives the base's values to numbers that follow the width (``multipliers="base"``), and makes ``save_pretrained`` write the
     plan.
 
     base      width at which hyperparameters were tuned, or the config or model of that width, which may have fewer layers
-    settings  settings of ``smupar.parameterize``. Without an ``example``, small inputs of smupar's own show how the model
-              uses its parameters; ``example=None`` leaves the look out
+    settings  settings of ``smupar.parameterize``. Without an ``example``, smupar's own small inputs show how the model uses its
+              parameters; ``example=None`` skips this pass
 
     GPT-2, Llama, Mistral, Qwen2, Qwen3, GPT-NeoX and ViT are known. For other architectures, give a config or a model as base;
     a warning says what to confirm.
@@ -60,7 +60,8 @@ def parameterize(
         warnings.warn(difference, PlanWarning, stacklevel=2)
     if origin := getattr(model, "name_or_path", ""):
         warnings.warn(
-            f"the weights that were loaded from {origin!r} are replaced by a fresh init: a rule is about training from scratch",
+            f"the weights that were loaded from {origin!r} are replaced by a fresh init, since rules are for training from "
+            "scratch",
             PlanWarning,
             stacklevel=2,
         )
@@ -78,10 +79,10 @@ def parameterize(
 
 
 def set_attention_scale(model: PreTrainedModel, plan: Plan, example: Example | None = None) -> None:
-    """Gives every attention module the rule's scale: in its own field, if a probe on small inputs shows that the field acts;
-    otherwise by a factor on its queries. A warning and the plan's reminder name what is left over.
+    """Gives every attention module the rule's scale: in its own field if a probe on small inputs shows that the field has an
+    effect, otherwise by a factor on its queries. A warning and the plan's reminder name modules whose scale cannot be set.
 
-    example   a batch for the model, beside the small inputs that smupar knows
+    example   a batch for the model, in addition to smupar's own small inputs
     """
     device = next(model.parameters()).device
     own = [] if example is None else [lambda: call(model, moved(example, str(device)))]
@@ -89,7 +90,7 @@ def set_attention_scale(model: PreTrainedModel, plan: Plan, example: Example | N
 
 
 class _RealNumbers(TorchFunctionMode):
-    """Keeps single numbers off the meta device, so that the base's can be compared with the model's."""
+    """Keeps tensors of a single number off the meta device, so that the base's can be compared with the model's."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_number = func is torch.tensor and args and isinstance(args[0], (int, float))
@@ -97,7 +98,7 @@ class _RealNumbers(TorchFunctionMode):
 
 
 def build(kind: type[nn.Module], config: PreTrainedConfig) -> nn.Module:
-    """Builds a model on the meta device. Only single numbers have values."""
+    """Builds a model on the meta device, where only tensors of a single number have values."""
     with torch.device("meta"), _RealNumbers():
         return kind(config)
 
@@ -111,7 +112,8 @@ def _with_small_values(model: nn.Module) -> nn.Module:
             if parameter.is_meta and parameter.numel() <= _FEW:
                 made = small.setdefault(id(parameter), nn.Parameter(torch.full(parameter.shape, torch.nan, device="cpu")))
                 setattr(module, name, made.requires_grad_(parameter.requires_grad))
-    owners = [part for part in model.modules() if isinstance(part, PreTrainedModel)]  # an inner model initialises its own parts
+    # an inner model initialises its own parameters
+    owners = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     inits = {module: owner._init_weights for owner in owners for module in owner.modules()}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -120,7 +122,7 @@ def _with_small_values(model: nn.Module) -> nn.Module:
             init(module)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if not parameter.is_meta and parameter.isnan().any():  # nothing above initialises it
+            if not parameter.is_meta and parameter.isnan().any():  # no init above has set it
                 setattr(module, name, nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad))
     return model
 
@@ -129,7 +131,7 @@ def _check_model(model: nn.Module) -> None:
     """Refuses what cannot follow a rule, before anything changes."""
     refuse(
         _has_adapters(model),
-        "this model has adapters (LoRA, PEFT), which train beside frozen weights, and no row of Table 1 is about them: "
+        "this model has adapters (LoRA, PEFT), which train beside frozen weights, and Table 1 has no row for them: "
         "parameterize and train the model without them, or merge them first (merge_and_unload)",
     )
     if not isinstance(model, PreTrainedModel):
@@ -159,7 +161,7 @@ def _base_model(model: PreTrainedModel, base: int | PreTrainedConfig | nn.Module
 
 
 def _other_settings(config: PreTrainedConfig, base: PreTrainedConfig) -> list[str]:
-    """Says which words and switches differ between two configs. Numbers that are no sizes are the plan's to compare."""
+    """Lists the texts and switches that differ between two configs. The plan compares numbers that are not sizes."""
     names = {*config.to_diff_dict(), *base.to_diff_dict()} - {*_ABOUT_FILES}
     pairs = {name: (getattr(config, name, None), getattr(base, name, None)) for name in sorted(names)}
     differ = [
@@ -171,7 +173,7 @@ def _other_settings(config: PreTrainedConfig, base: PreTrainedConfig) -> list[st
 
 
 def _with_known_roles(model: PreTrainedModel, base: nn.Module, settings: Settings) -> Settings:
-    """The settings, completed by what is known about the architecture: roles of keys and values, and a delta."""
+    """The settings, completed with known facts about the architecture: roles of keys and values, and a delta."""
     names = [name for name, _ in model.named_parameters()]
     hidden = {glob: "hidden" for glob in _HIDDEN if any(fnmatchcase(name, glob) for name in names)}
     roles = dict(settings.get("roles") or {})  # the first match wins, so the user's roles come first
@@ -183,7 +185,8 @@ def _with_known_roles(model: PreTrainedModel, base: nn.Module, settings: Setting
 
 
 def _refuse_shared_layers(model: PreTrainedModel, base: nn.Module) -> None:
-    """Refuses a depth that no list of layers shows. Elsewhere the example's forward pass shows the residual branches."""
+    """Refuses models whose depth differs without a list of layers that shows it. In other models the example's forward pass
+    shows the residual branches."""
     counts = [getattr(getattr(each, "config", None), "num_hidden_layers", None) for each in (model, base)]
     refuse(
         counts[0] != counts[1] and not correspond(model, base).lists,

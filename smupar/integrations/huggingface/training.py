@@ -1,4 +1,4 @@
-"""An optimizer made from ``TrainingArguments``, and a callback. An unchanged ``transformers.Trainer`` needs no more."""
+"""An optimizer made from ``TrainingArguments``, and a callback. With these, ``transformers.Trainer`` works unchanged."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from smupar.updates.observer import Observer
 
 
 def make_optimizer(model: PreTrainedModel, plan: Plan, args: TrainingArguments, **settings: Any) -> torch.optim.Optimizer:
-    """The optimizer that ``args`` ask for, with the plan's groups. ``args.learning_rate`` is the base learning rate.
+    """The optimizer that ``args`` name, with the plan's groups. ``args.learning_rate`` is the base learning rate.
 
     As in the Trainer itself, norms and biases do not decay. ``settings`` are those of ``smupar.param_groups``.
     """
     kind, options = Trainer.get_optimizer_cls_and_kwargs(args, model)
     refuse(
         not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)) or "params" in options or "model" in options,
-        f"optim={str(args.optim)!r} builds groups of its own, in place of the plan's: choose adamw_torch, sgd or "
+        f"optim={str(args.optim)!r} builds its own groups instead of the plan's: choose adamw_torch, sgd or "
         "another plain optimizer",
     )
     # The method does not use self.
@@ -43,8 +43,8 @@ class SmuparCallback(TrainerCallback):
     after each step, and keeps the state of sparsifiers and traces in the Trainer's checkpoints.
 
     sparsifier   smupar.RigL(model, plan, optimizer, ...), SET, GMP or IMP
-    updates      what smupar.record_updates or smupar.follow_updates returned
-    observer     what smupar.observe returned; at the end the observation is written to observed.json in the output folder
+    updates      the result of smupar.record_updates or smupar.follow_updates
+    observer     the result of smupar.observe; at the end the observation is written to observed.json in the output folder
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class SmuparCallback(TrainerCallback):
         for part in (self.sparsifier, self.updates, self.observer):
             refuse(
                 part is not None and optimizer not in part.optimizers,
-                "the Trainer's optimizer is not the one that the sparsifier, the measured updates or the observer got: make "
-                "one with make_optimizer and pass it to them and to Trainer(optimizers=(optimizer, None))",
+                "the sparsifier, the measured updates or the observer have another optimizer than the Trainer: make one with "
+                "make_optimizer, and pass it to them and to Trainer(optimizers=(optimizer, None))",
             )
         check_start(model, self.plan, optimizer, trained=state.global_step > 0, where="before trainer.train()")
 
@@ -79,5 +79,5 @@ class SmuparCallback(TrainerCallback):
             return
         if self.sparsifier.has_stepped():
             self.sparsifier.step()
-        else:  # fp16 overflowed: the step did not happen
+        else:  # fp16 overflowed, so there was no step
             self.sparsifier.load_state_dict(self.sparsifier.state_dict())  # forgets the gradients it saw

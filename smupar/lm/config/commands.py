@@ -1,4 +1,4 @@
-"""The configurations of all commands but ``train``, as frozen dataclasses."""
+"""The configurations of all commands except ``train``, as frozen dataclasses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from smupar.plan.settings import refuse
 
 @dataclass(frozen=True)
 class PrepareConfig:
-    """How text becomes token shards. If it is interrupted, the same command goes on where it was."""
+    """How text becomes token shards. If interrupted, run the same command to resume."""
 
     sources: tuple[str, ...]
     """Files or folders of text, JSONL (.jsonl, .json, also .gz) or Parquet; hf:NAME[:CONFIG], which streams a Hugging Face
@@ -50,7 +50,7 @@ class CheckConfig:
     """A coordinate check of the built-in GPT on the text of Python's standard library."""
 
     rules: tuple[str, ...] = ("sp", "mup", "smupar")
-    """Rules to check side by side. sp and mup are baselines; the exit code is about the others."""
+    """Rules to check side by side. sp and mup are baselines; the exit code depends only on the others."""
     base_width: int = 64
     """Width at which the hyperparameters were tuned."""
     widths: tuple[int, ...] = (256,)
@@ -72,8 +72,8 @@ class CheckConfig:
     steps: int = 10
     """Steps of each run."""
     whole_run: int | None = None
-    """Train so many steps instead, with warm-up and a learning rate that falls to zero, and say from which step on updates
-    drift. Choose the batch and the length of your runs."""
+    """Train this many steps instead, with warm-up and a learning rate that falls to zero, and report from which step on updates
+    drift. Choose the batch size and length of your own runs."""
     weight_decay: float = 0.0
     """How fast weights shrink. The first ten steps do not depend on it; a whole run does."""
     seeds: int = 3
@@ -81,17 +81,17 @@ class CheckConfig:
     depth: int = 2
     """Number of blocks."""
     depths: tuple[int, ...] = ()
-    """Numbers of blocks to compare, instead of depth alone."""
+    """Numbers of blocks to compare, instead of one depth."""
     base_depth: int | None = None
-    """Depth at which factors are 1; default the smallest of depths."""
+    """Depth at which factors are 1. Default: the smallest of depths."""
     depth_rule: Literal["completep", "depth-mup", "none"] | None = None
-    """How factors follow the depth; default completep for SmuPar's rules, none for sp and mup."""
+    """How factors follow the depth. Default: completep for SmuPar's rules, none for sp and mup."""
     head_dim: int = 32
     """Width of an attention head."""
     batch_size: int = 1
     """Sequences per step."""
     seq_len: int = 16
-    """Few tokens: what the gradients of other tokens do to a token falls with the width under any rule."""
+    """Keep it small: the effect that other tokens' gradients have on a token falls with the width under any rule."""
     device: str = "auto"
     """auto: a GPU if there is one."""
     threads: int = 0
@@ -118,21 +118,22 @@ class GenerateConfig:
     folder: str
     """Folder of a run, of one of its checkpoints, of an export, or of a model that transformers reads."""
     prompt: tuple[str, ...] = ("\n",)
-    """One prompt, whose text is printed as it is generated; or several, whose texts are generated together."""
+    """One prompt, whose text is printed while it is generated; or several, whose texts are generated together."""
     tokens: int = 300
-    """How many tokens to generate; the text may end earlier."""
+    """Number of tokens to generate; a text may end earlier."""
     temperature: float = 0.8
     """0: always take the most likely token."""
     top_k: int = 50
     """Choose among this many most likely tokens; 0: among all tokens."""
     seed: int = 0
-    """Each prompt has random numbers of its own, which begin at the seed."""
+    """Seed of the random numbers. Each prompt has its own sequence, which starts at the seed."""
     device: str = "auto"
     """auto: a GPU if there is one."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """bf16: weights and activations are rounded, which takes half of the memory."""
+    """bf16: rounds weights and activations, and needs half the memory."""
     storage: Literal["auto", "dense", "packed"] = "auto"
-    """packed: layers keep only their non-zeros, on a CPU; auto: those layers that are faster so, measured; dense: none."""
+    """packed: on a CPU, all layers keep only their non-zeros; auto: the layers that are measured to be faster so; dense:
+    none."""
 
     def __post_init__(self) -> None:
         if isinstance(self.prompt, str):
@@ -177,7 +178,7 @@ class TasksConfig:
     data_dir: str | None = None
     """Folder with TASK.jsonl for each task. Default: the harness's own datasets, which it downloads."""
     limit: int | None = None
-    """Use only this many documents of each task, from the first on."""
+    """Use only the first documents of each task, up to this many."""
 
     def __post_init__(self) -> None:
         for task in self.tasks:
@@ -191,7 +192,7 @@ class TasksConfig:
 
 @dataclass(frozen=True)
 class ScoringConfig:
-    """How loglikelihoods are computed. None of this changes them, apart from max_length and rounding."""
+    """How loglikelihoods are computed. Apart from max_length and rounding, nothing here changes them."""
 
     device: str = "auto"
     """auto: a GPU if there is one."""
@@ -200,7 +201,7 @@ class ScoringConfig:
     dtype: Literal["fp32", "bf16"] = "fp32"
     """bf16 is for products and activations; weights and softmax stay fp32."""
     max_length: int = 2048
-    """Longest input in tokens; earlier tokens are cut off. A model with fewer positions takes fewer tokens."""
+    """Longest input in tokens; earlier tokens are cut off. If a model has fewer positions, that is its limit."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -216,7 +217,7 @@ class EvalConfig:
     questions: TasksConfig = field(default_factory=TasksConfig)
     scoring: ScoringConfig = field(default_factory=ScoringConfig)
     out: str = "runs/eval"
-    """Folder for results.json, table.md and table.csv. If you start it again, only what is missing is computed."""
+    """Folder for results.json, table.md and table.csv. If you run the command again, it computes only what is missing."""
 
     def __post_init__(self) -> None:
         refuse(

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class MaskMethod(NamedTuple):
-    """What a method does, and the fields of a run that only such methods read."""
+    """How one method moves masks, and the fields of a run that only such methods read."""
 
     fields: tuple[str, ...] = ()
     grows_by: str | None = None  # for methods that drop and grow weights: "gradient" or "random"
     prunes: bool = False  # starts dense
-    in_rounds: bool = False  # starts again after each pruning, with the learning-rate schedule
+    in_rounds: bool = False  # trains in rounds: after each pruning, weights and schedule start again
 
 
 MASK_METHODS = {

@@ -1,4 +1,4 @@
-"""Presets are named starting points for runs: functions that return a full configuration. Flags change single fields of it.
+"""Presets are named starting points for runs: functions that return a full configuration, of which flags change single fields.
 They take the rule and the width, because in the paper's settings other fields depend on these."""
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ def gpt_610m(rule: str = "smupar", width: int | None = None) -> RunConfig:
 
 
 def paper_610m(rule: str = "smupar", width: int | None = None) -> RunConfig:
-    """Figure 3 and Table 2: 606,519,972 parameters, 12.1B tokens of SlimPajama, decay to zero."""
-    # Widths, batch, steps, LR, init, alphas and schedule are Table 4's. The paper does not print the MLP's width, the
-    # vocabulary, betas, epsilon, decay or clipping: 8/3 of the width, GPT-2's and the defaults of RunConfig are ours,
-    # clipping is that of the paper's code.
+    """Figure 3 and Table 2: 606,519,972 parameters, 12.1B tokens of SlimPajama, linear schedule to zero."""
+    # Widths, batch, steps, LR, init, alphas and schedule are Table 4's. The paper does not print the MLP's width (we use 8/3 of
+    # the width), the vocabulary (we use GPT-2's), betas, epsilon and decay (defaults of RunConfig) or clipping (as in the
+    # paper's code).
     run = RunConfig(
         model=ModelConfig(width=2048, depth=10, head_dim=64, vocab_size=50257, ff_multiple=1, biases=True),
         schedule="linear-to-zero",
@@ -67,7 +67,7 @@ PRESETS: dict[str, Callable[[str, int | None], RunConfig]] = {
 
 
 def preset(name: str, rule: str = "smupar", width: int | None = None) -> RunConfig:
-    """The configuration that ``name`` stands for under a rule, for models of that width."""
+    """The configuration of a preset under a rule, for models of this width."""
     if name not in PRESETS:
         raise ValueError(f"no preset is called {name!r}: choose one of {', '.join(PRESETS)}")
     return PRESETS[name](rule, width)

@@ -1,8 +1,8 @@
 """The configuration of a run, as frozen dataclasses. The command line takes its flags from them. This file does not import
 torch, so that ``smupar --help`` stays fast.
 
-``RunConfig`` is everything that decides the result, and its hash names the run. ``Execution`` is how it is carried out:
-where, on how many devices, how often it is saved.
+``RunConfig`` is everything that decides the result, and its hash is the run's id. ``Execution`` says how the run is carried
+out: where, on how many devices, how often it is saved.
 """
 
 from __future__ import annotations
@@ -32,24 +32,25 @@ from smupar.rules import DEPTH_RULES, get_rule
 
 _Config = TypeVar("_Config")
 _FEW_MOVES = 5
+StorageName = Literal["dense", "csr", "2:4", "block", "auto"]
 
 # The text that needs no download: the source of the running Python's standard library, as bytes.
 STANDARD_LIBRARY = "stdlib"
 
 
 def name_of_text(data: str) -> str:
-    """The name of a text: d and d/ are the same, and ./stdlib is a folder."""
+    """The normalised name of a text: d/ becomes d, and ./stdlib stays a folder's name."""
     path = str(PurePath(data))
     return data if path == STANDARD_LIBRARY else path
 
 
 def padded_vocab(vocab_size: int) -> int:
-    """The size rounded up to a multiple of 64, which matrix units like."""
+    """The size rounded up to a multiple of 64, which makes products fast on GPUs."""
     return -(-vocab_size // 64) * 64
 
 
 def changed(config: _Config, values: Mapping[str, Any]) -> _Config:
-    """The configuration with some fields changed. Fields of nested configurations go by their own names, without a prefix."""
+    """The configuration with some fields changed. Fields of nested configurations are named without a prefix."""
     assert is_dataclass(config)
     assert not isinstance(config, type)
     nested = {f.name: changed(old, values) for f in fields(config) if is_dataclass(old := getattr(config, f.name))}
@@ -59,7 +60,7 @@ def changed(config: _Config, values: Mapping[str, Any]) -> _Config:
 
 
 def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested fields as one flat dictionary, in their order, by the names of the innermost fields."""
+    """Nested fields as one flat dictionary, in the same order, under the names of the innermost fields."""
     fields_of: dict[str, Any] = {}
     for name, value in values.items():
         fields_of |= flat(value) if isinstance(value, Mapping) else {name: value}
@@ -67,7 +68,7 @@ def flat(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """A sentence with the fields that differ between what is stored and what is asked for; empty if none differs."""
+    """A sentence on the fields that differ between stored and requested values; empty if none differs."""
     changes = [(name, old.get(name), new.get(name)) for name in {**old, **new}]
     phrases = [f"{name} {there} there, {here} here" for name, there, here in changes if there != here]
     return "; ".join(phrases[:4]) + (f"; and {len(phrases) - 4} more" if len(phrases) > 4 else "")
@@ -80,22 +81,22 @@ def default_of(item: Field[Any]) -> Any:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A GPT whose head size is fixed as width grows. The defaults are the paper's: ALiBi, SwiGLU, tied embedding."""
+    """A GPT whose head size does not grow with the width. The defaults are the paper's: ALiBi, SwiGLU, tied embedding."""
 
     width: int = 256
-    """Width of the residual stream. It is a multiple of head_dim."""
+    """Width of the residual stream, a multiple of head_dim."""
     depth: int = 2
     """Number of blocks."""
     head_dim: int = 32
-    """Width of an attention head; it stays the same as the model gets wider."""
+    """Width of an attention head. It does not grow with the model."""
     vocab_size: int = 256
-    """Number of tokens that the model knows; it grows to what --data needs."""
+    """Number of different tokens. It is raised to what --data needs."""
     ff_ratio: float | None = None
-    """Inner width of the MLP divided by the width of the model; default 8/3 for SwiGLU, 4 for GELU."""
+    """Inner width of the MLP divided by the width of the model. Default: 8/3 for SwiGLU, 4 for GELU."""
     ff_multiple: int | None = None
-    """The inner width is rounded down to a multiple of this; default head_dim."""
+    """The inner width is rounded down to a multiple of this. Default: head_dim."""
     positions: Literal["alibi", "rotary", "learned", "none"] = "alibi"
-    """How attention knows where tokens are."""
+    """How the model knows the positions of tokens."""
     activation: Literal["swiglu", "gelu"] = "swiglu"
     """Activation of the MLP."""
     biases: bool = False
@@ -105,7 +106,7 @@ class ModelConfig:
     residual_factor: bool = False
     """Multiply both residual outputs of a block by 1 / sqrt(2 depth)."""
     context: int = 2048
-    """Longest sequence; only for learned positions."""
+    """Longest sequence. Only for learned positions."""
 
     def __post_init__(self) -> None:
         check_model(self)
@@ -125,45 +126,49 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """One run: all that decides its result. The defaults are the demo, a sparse GPT that trains in a minute on a laptop."""
+    """Everything that decides the result of a run. The defaults are the demo, a sparse GPT that trains in a minute on a
+    laptop."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     rule: str = "smupar"
     """sp, mup, smupar, smupar-init-only, smupar-lr-only or smupar-aligned."""
     kappa: float | None = None
-    """For smupar-aligned: how many weights of a neuron must agree before that counts as much as the rest of an update, as
-    measured on the proxy (docs/rules.md)."""
+    """For smupar-aligned: how many weights of a neuron must agree before their common part counts as much as the rest of an
+    update, as measured on the proxy (docs/rules.md)."""
     base_width: int = 64
     """Width at which lr, init_std and the alphas were tuned."""
     base_depth: int | None = None
-    """Number of blocks of the model on which they were tuned; default the same as --depth."""
+    """Number of blocks of the model on which they were tuned. Default: --depth."""
     depth_rule: Literal["completep", "depth-mup", "none"] | None = None
-    """How factors follow the depth. completep: branches divided by depth over base depth; depth-mup: by its square root; none:
-    what the model does itself. Default completep for SmuPar's rules, none for sp and mup."""
+    """How factors follow the depth. completep: branches are divided by depth over base depth; depth-mup: by its square root;
+    none: not at all. Default: completep for SmuPar's rules, none for sp and mup."""
     sparsity: float | None = None
-    """Share of hidden weights that are zero, in [0, 1); with pattern neuron the share of neurons. Default 0.9375; with pattern
-    N:M the share follows from it."""
+    """Share of hidden weights that are zero, in [0, 1); with pattern neuron the share of neurons. Default: 0.9375; with pattern
+    N:M, what the pattern implies."""
     pattern: str = "random"
     """random, bernoulli, fan_in, N:M, N:M-transposable, block-N or neuron."""
     allocation: Literal["uniform", "er", "erk"] = "uniform"
     """How the sparsity is divided among layers."""
     dynamic: Literal["none", "rigl", "set", "gmp", "imp"] = "none"
-    """Masks that move. rigl: grows weights by gradients; set: grows weights at random; gmp: prunes gradually from dense to the
-    sparsity; imp: prunes in rounds, and goes back to the first weights after each round."""
+    """How masks move. rigl: drops weights and grows others by their gradients; set: grows them at random; gmp: prunes
+    gradually, from dense to the sparsity; imp: prunes in rounds, and rewinds to the first weights after each."""
     rounds: int = 4
-    """For imp: how often it prunes. The run has one more round than that. Rounds have the same length, and each has the whole
+    """For imp: number of prunings. The run has one more round than that; rounds have equal length, and each runs the whole
     schedule."""
     mask_every: int = 100
     """Steps between two moves of the masks."""
     mask_stop: float = 0.75
     """Share of the run after which masks no longer move."""
     drop_fraction: float = 0.3
-    """Share of the active weights that rigl and set drop in a move, at first; it goes to 0 along a cosine."""
+    """Share of the active weights that rigl and set drop in the first move; it falls to 0 along a cosine."""
     correction: Literal["moment", "fixed"] = "moment"
-    """For gmp and imp. moment: the learning rate follows the density of the moment; fixed: init and learning rate are those
-    of the last density, as in the paper."""
+    """For gmp and imp. moment: the learning rate follows the current density; fixed: init and learning rate are those of the
+    final density, as in the paper."""
     follow: str | None = None
-    """File with the trace of a proxy, which the learning rates of hidden layers follow (measured updates)."""
+    """File with the trace of a proxy that the learning rates of hidden layers follow (measured updates)."""
+    law: str = ""
+    """How updates are measured, for controls in studies. effect (default), rms, trust, spectral or function; every=25,
+    old=0.95, tokens=512, held-out."""
     record: bool = False
     """Measure what each update does to every hidden layer, and write trace.json for other runs to follow."""
     init_std: float = 0.087
@@ -171,35 +176,36 @@ class RunConfig:
     alpha_input: float = 9.17
     """Factor on the embedded input."""
     alpha_output: float = 1.095
-    """Factor on the logits, besides the rule's own."""
+    """Factor on the logits, in addition to the rule's."""
 
     optimizer: str = "adamw"
     """adamw, adam, sgd, muon (with AdamW for what is not hidden), lion, nadam, radam, adamax, rmsprop or adagrad."""
     lr: float = 2**-6
-    """Base learning rate: the peak that was tuned at base width."""
+    """Base learning rate: the peak value, as tuned at base width."""
     rest_lr: float | None = None
-    """Learning rate of a second optimizer, AdamW, for everything but the hidden weights. Default: no second optimizer; for muon
-    the same as lr."""
+    """Learning rate of a second optimizer, AdamW, for everything but the hidden weights. Default: no second optimizer; for
+    muon, lr."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the averages of Adam's family, and of Lion."""
+    """Decay rates of the averages in Adam's family and Lion."""
     momentum: float = 0.9
-    """For sgd and muon."""
+    """Momentum of sgd and muon."""
     eps: float = 1e-8
     """Epsilon of the optimizer."""
     eps_scaling: Literal["constant", "width"] = "constant"
     """width: epsilon shrinks with the width, like the gradients."""
     weight_decay: float = 0.1
-    """How fast weights shrink: by the learning rate times this, at each step."""
+    """Weight decay: at each step weights shrink by the learning rate times this."""
     decay: Literal["independent", "coupled"] = "independent"
-    """independent: LR times decay stays what was tuned; coupled: as in the paper's reference code."""
+    """independent: LR times decay stays as tuned; coupled: as in the paper's reference code."""
     decayed: Literal["all", "matrices", "hidden"] = "all"
-    """Which parameters weight decay shrinks: all, all but norms and biases, or hidden weights alone."""
+    """Which parameters weight decay shrinks: all, all but norms and biases, or only hidden weights."""
     clip: float | None = None
-    """Largest norm of the gradient; larger gradients are clipped."""
+    """Gradients with a larger norm are clipped to this norm."""
     schedule: Literal["linear", "linear-to-zero", "constant", "cosine"] = "linear"
-    """linear: decays to a tenth of the peak, as in most of the paper's runs; cosine: also decays to a tenth."""
+    """linear: falls to a tenth of the peak, as in most of the paper's runs; linear-to-zero: falls to 0; cosine: falls to a
+    tenth."""
     warmup: int | None = None
-    """Steps of linear warm-up; default a tenth of all steps."""
+    """Steps of linear warm-up. Default: a tenth of all steps."""
     steps: int = 400
     """Number of training steps."""
     batch_size: int = 8
@@ -209,11 +215,11 @@ class RunConfig:
     dtype: Literal["fp32", "bf16"] = "fp32"
     """bf16 is for products and activations; weights and optimizer state stay fp32."""
     data: str = STANDARD_LIBRARY
-    """Folder made by `smupar data prepare`; or stdlib, which is the source of Python's standard library as bytes."""
+    """Folder made by `smupar data prepare`; or stdlib, the source of Python's standard library as bytes."""
     valid_data: str | None = None
-    """Folder with text to validate on. Default: the last 5 % of data, which are then not trained on."""
+    """Folder with text to validate on. Default: the last 5 % of data, which are never trained on."""
     valid_batches: int = 20
-    """Batches of a validation."""
+    """Number of batches in a validation."""
     seed: int = 0
     """Seed of masks, initial weights and batches."""
 
@@ -222,13 +228,13 @@ class RunConfig:
 
     @property
     def exact_sparsity(self) -> float | None:
-        """The sparsity. It is exact if the pattern fixes it: 2/3 for the pattern 1:3, even if 0.667 was typed."""
+        """The sparsity; exact if the pattern fixes it: 2/3 for the pattern 1:3, even if 0.667 was typed."""
         fixed = n_of_m(self.pattern)
         return 1 - fixed[0] / fixed[1] if fixed and self.sparsity else self.sparsity
 
     @property
     def normalised(self) -> RunConfig:
-        """The same run in the one spelling that is hashed and stored."""
+        """The same run in the unique form that is hashed and stored."""
         data = self.data and name_of_text(self.data)
         valid_data = self.valid_data and name_of_text(self.valid_data)
         sparsity, kappa = self.exact_sparsity, self.used_kappa
@@ -238,30 +244,31 @@ class RunConfig:
 
     @property
     def used_kappa(self) -> float | None:
-        """kappa, for a rule that has one. In a comparison of rules it is given to all runs."""
+        """kappa if the rule uses it, else None, since comparisons of rules give it to all runs."""
         return self.kappa if get_rule(self.rule).two_terms else None
 
     @property
     def portable(self) -> RunConfig:
-        """The normalised run with only the file name of its trace, since its id must not depend on the folder of the trace."""
+        """The normalised run, with the file name instead of the path of its trace, so that its id does not depend on the
+        trace's folder."""
         return replace(self.normalised, follow=PurePath(self.follow).name) if self.follow else self.normalised
 
     @property
     def density(self) -> float | None:
-        """The density that the run ends with; None leaves it to an N:M pattern."""
+        """The final density; None if an N:M pattern decides it."""
         if self.exact_sparsity is None:
             return None if ":" in self.pattern else 0.0625
         return 1 - self.exact_sparsity
 
     @property
     def start_density(self) -> float | None:
-        """The density that the run starts with, which ``parameterize`` takes."""
+        """The density at the start, which ``parameterize`` gets."""
         return 1.0 if self.prunes else self.density
 
     @property
     def residual_depth(self) -> int:
-        """The depth in the model's own 1 / sqrt(2 depth): the base's where a depth rule scales branches, so that the two do
-        not add up."""
+        """The depth in the model's own factor 1 / sqrt(2 depth). If a depth rule scales the branches, it is the base's, so that
+        depth does not count twice."""
         return self.base_depth if self.scales_branches and self.base_depth is not None else self.model.depth
 
     @property
@@ -271,17 +278,17 @@ class RunConfig:
 
     @property
     def mask_method(self) -> MaskMethod:
-        """How the masks of the run move."""
+        """How the run moves its masks."""
         return MASK_METHODS[self.dynamic]
 
     @property
     def prunes(self) -> bool:
-        """Whether the run starts dense and is pruned."""
+        """Whether the run starts dense and prunes."""
         return self.mask_method.prunes
 
     @property
     def round_steps(self) -> int:
-        """Steps of a round, after which the learning-rate schedule starts again. Without rounds these are all steps."""
+        """Steps of a round, after which the learning-rate schedule starts again; without rounds, all steps."""
         return self.steps // (self.rounds + 1) if self.mask_method.in_rounds else self.steps
 
     @property
@@ -294,7 +301,7 @@ class RunConfig:
 
     @cached_property
     def id(self) -> str:
-        """Equal for equal runs: the hash of everything above."""
+        """The run's id: a hash of the whole configuration, equal for equal runs."""
         return hashlib.sha256(_as_text(_hashed(self.portable)).encode()).hexdigest()[:10]
 
     @property
@@ -318,7 +325,7 @@ class RunConfig:
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "this text", remedy: str = "restore it") -> RunConfig:
-        """The run that ``to_json`` wrote, also by an older version. ``source`` and ``remedy`` are for errors."""
+        """Reads what ``to_json`` wrote, also in an older version. ``source`` and ``remedy`` are for errors."""
         values = parse_object(text, source=source, remedy=remedy)
         refuse("rule" not in values, f"{source} is not the configuration of a run: {remedy}")
         try:
@@ -329,8 +336,8 @@ class RunConfig:
             raise DamagedFileError(f"{source} is damaged ({error}): {remedy}") from error
 
 
-# The fields of a run and its model that the first published runs had: they are always hashed. Never change this list. A field
-# that came later is hashed only where it differs from its default, so that the ids of earlier runs stay what they were.
+# The fields of the first published runs, which are always hashed. Never change this list. A later field is hashed only if it
+# differs from its default, so that the ids of earlier runs do not change.
 FIRST_FIELDS = frozenset(
     (
         *("width", "depth", "head_dim", "vocab_size", "ff_ratio", "ff_multiple", "positions", "activation", "biases", "tied"),
@@ -364,7 +371,7 @@ FIRST_FIELDS = frozenset(
     )
 )
 
-# All other fields, with the values that earlier runs had without knowing them.
+# All later fields, with the values that earlier runs implied.
 LATER_FIELDS = {
     item.name: default_of(item) for kind in (RunConfig, ModelConfig) for item in fields(kind) if item.name not in FIRST_FIELDS
 }
@@ -385,8 +392,8 @@ def _hashed(config: RunConfig | ModelConfig) -> dict[str, Any]:
 
 
 def _as_text(values: Mapping[str, Any], depth: int = 1) -> str:
-    """What ``json.dumps(values, indent=1)`` writes, in a fifth of the time: with an indent, json does not use its C encoder. A
-    page of a large study hashes thousands of runs before it opens."""
+    """The text of ``json.dumps(values, indent=1)``, in a fifth of the time, since json does not use its C encoder with an
+    indent. The page of a large study hashes thousands of runs before it opens."""
     space = "\n" + " " * depth
     parts = [f"{_scalar(name)}: {_value_as_text(value, depth + 1)}" for name, value in values.items()]
     return f"{{{space}{f',{space}'.join(parts)}{space[:-1]}}}"
@@ -410,48 +417,50 @@ def _scalar(value: str | int | float | None) -> str:
 
 @dataclass(frozen=True)
 class Execution:
-    """How a run is carried out. None of this changes its result, apart from rounding."""
+    """How a run is carried out. Apart from rounding, nothing here changes its result."""
 
     out: str | None = None
-    """Folder of the run; default runs/<name made from the configuration>. If you start a run again, it goes on where it was."""
+    """Folder of the run. Default: runs/<name made from the configuration>. If you start a run again, it continues from its last
+    checkpoint."""
     device: str = "auto"
     """auto: a GPU if there is one."""
     threads: int = 0
     """Threads of the CPU; 0: one for each core, or OMP_NUM_THREADS. Beside other jobs fewer may be faster."""
     compile: bool | None = None
-    """torch.compile; default on GPUs only."""
+    """Use torch.compile. Default: only on GPUs."""
     graph: bool = False
-    """Capture the whole step as a CUDA graph: for small models on one GPU, AdamW or Adam, one micro-batch per step."""
-    storage: Literal["dense", "csr", "2:4", "block", "auto"] = "dense"
+    """Capture the whole step as a CUDA graph, which is for small models on one GPU with AdamW or Adam and one micro-batch per
+    step."""
+    storage: StorageName = "dense"
     """csr: masked weights keep and multiply only their non-zeros; 2:4, block: the same on an NVIDIA GPU, for the patterns
-    2:4-transposable and block-N; auto: measures, and does so where it is faster. On GPUs this needs --dtype bf16."""
+    2:4-transposable and block-N; auto: wherever it is measured to be faster. On GPUs this needs --dtype bf16."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
-    """Under torchrun. ddp: every rank has a whole model; fsdp: every rank has a shard of it (FSDP2)."""
+    """Under torchrun. ddp: every rank has the whole model; fsdp: every rank has a shard of it (FSDP2)."""
     micro_batch: int = 0
-    """Sequences per rank in one forward pass; gradients accumulate over a larger batch. 0: as many as should fit on the GPU."""
+    """Sequences per rank in one forward pass; larger batches accumulate gradients. 0: as many as should fit on the GPU."""
     save_every: int = 0
-    """Steps between checkpoints. 0: one every five minutes. One is always written at the end."""
+    """Steps between checkpoints. 0: one every five minutes. The end always has a checkpoint."""
     from_step: int | None = None
-    """Go back to the checkpoint of this step, and drop everything after it, also how the run ended. 0: start again. To resume,
-    leave it out."""
+    """Go back to the checkpoint of this step and delete everything after it, including the run's results. 0: start again. To
+    resume, leave it out."""
     keep: int = 2
-    """Checkpoints to keep, beside the best one."""
+    """Number of checkpoints to keep, besides the best one."""
     valid_every: int = 0
     """Steps between validations. 0: five validations in a run."""
     log_every: int = 10
-    """Steps between lines of metrics.jsonl; the GPU waits for the host only then."""
+    """Steps between lines of metrics.jsonl. The GPU waits for the host only at these steps."""
     tensorboard: bool = False
-    """Write the metrics for TensorBoard too, into the run's folder."""
+    """Also write the metrics for TensorBoard, into the run's folder."""
     observe: bool = False
     """Record sizes of outputs, gradients, updates and weights of hidden layers at steps 1, 2, 3, 4, 6, 8, 11, 16, ... and write
     them to observed.json."""
     wandb: bool = False
-    """Write the metrics to Weights & Biases too; WANDB_MODE=offline keeps them in the run's folder."""
+    """Also write the metrics to Weights & Biases; WANDB_MODE=offline keeps them in the run's folder."""
     full: bool = False
-    """Print the plan with every number of every parameter, not a summary by kind of layer."""
+    """Print every number of every parameter in the plan, not a summary by kind of layer."""
     peak_tflops: float | None = None
-    """Peak speed of one device, for the share of peak that is shown. Default: from the datasheet, or else the measured speed of
-    a large product."""
+    """Peak speed of one device, for the share of peak in the progress line. Default on a GPU: the datasheet's, or else the
+    measured speed of a large product. On a CPU no share is shown unless it is given."""
 
     def __post_init__(self) -> None:
         check_choices(self)
@@ -472,6 +481,6 @@ class MachineConfig:
     gpus: int = 1
     """Number of GPUs, for --dry-run."""
     gpu_gib: float = 139.0
-    """Memory of one, for --dry-run; default an H200's."""
+    """Memory of one GPU, for --dry-run. Default: an H200's."""
     peak_share: float = 0.45
-    """Share of peak FLOP/s, for --dry-run; the peak is --peak-tflops, default an H200's 990."""
+    """Share of the peak FLOP/s, for --dry-run. The peak is --peak-tflops; default: an H200's 990."""

@@ -1,4 +1,4 @@
-"""What a configuration refuses, by topic. Each function raises with the remedy and changes nothing; the constructors in
+"""Checks of configurations, by topic. Each function raises an error with the remedy, and changes nothing. The constructors in
 ``config`` call them."""
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_h
 
 from smupar.plan.settings import UNSTRUCTURED, refuse
 from smupar.rules import get_rule
+from smupar.updates.law import parse_law
 
 if TYPE_CHECKING:
     from smupar.lm.config.run import ModelConfig, RunConfig
 
 _LARGEST = 1e30  # beyond it fp32 overflows
-_ROUNDING = 1e-3  # of a sparsity that a pattern fixes
+_ROUNDING = 1e-3  # of a typed sparsity, against the one that a pattern fixes
 
-# The largest counts. They stop typing mistakes before a list or a loop of that length starts, and are far beyond what anyone
-# has trained.
+# The largest counts, far beyond what anyone has trained. They catch typing mistakes before a list or loop of that length
+# starts.
 _AT_MOST = {
     "width": 2**20,  # the widest models have 2^15
     "base_width": 2**20,
@@ -30,14 +31,14 @@ _AT_MOST = {
     "seq_len": 2**30,
     "batch_size": 2**30,  # the largest batches have 10^5 sequences
     "steps": 10**12,  # at a millisecond a step, this takes 30 years
-    "valid_batches": 10**6,  # one after the other, without a checkpoint
+    "valid_batches": 10**6,  # they run without a checkpoint in between
     "rounds": 10_000,
     "seeds": 10_000,  # every seed is a run
     "num_samples": 10**6,  # every sample is a run
     "round_size": 10**6,
     "tokens": 10**9,
 }
-_LARGEST_COUNT = 2**63 - 1  # of everything else: what fits into 64 bits
+_LARGEST_COUNT = 2**63 - 1  # for all other counts: what fits into 64 bits
 
 
 @lru_cache
@@ -46,7 +47,7 @@ def _choices(kind: Any) -> dict[str, tuple[Any, ...]]:
 
 
 def check_choices(config: Any) -> None:
-    """Refuses a choice that its annotation does not list."""
+    """Refuses a value that the field's annotation does not list."""
     for name, choices in _choices(config.__class__).items():
         value = getattr(config, name)
         refuse(value not in choices, f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
@@ -65,7 +66,7 @@ def check_positive(config: object, *names: str) -> None:
 
 
 def check_not_too_large(name: str, *values: int) -> None:
-    """Refuses a count that no machine could work through, before anything of that length is started."""
+    """Refuses counts that no machine could work through."""
     largest = _AT_MOST.get(name, _LARGEST_COUNT)
     for value in values:
         refuse(value > largest, f"{name} must be at most {largest:,}, got {_short(value)}")
@@ -80,7 +81,7 @@ def _short(value: float) -> str:
 def check_not_negative(config: object, *names: str) -> None:
     for name in names:
         value = getattr(config, name)
-        refuse(not 0 <= value < math.inf, f"{name} must be a number from 0 on, got {_short(value)}")
+        refuse(not 0 <= value < math.inf, f"{name} must be a number, at least 0, got {_short(value)}")
         if isinstance(value, int):
             check_not_too_large(name, value)
 
@@ -99,12 +100,12 @@ def check_model(model: ModelConfig) -> None:
     refuse(ratio is not None and not 0 < ratio < 1000, f"ff_ratio must lie in (0, 1000), got {ratio}")
     refuse(
         model.positions == "rotary" and head_dim % 2,
-        f"rotary positions turn pairs, and head_dim {head_dim} is odd: choose an even --head-dim",
+        f"rotary positions rotate pairs of entries, but head_dim {head_dim} is odd: choose an even --head-dim",
     )
 
 
 def check_run(run: RunConfig) -> None:
-    """Refuses everything that is wrong about a run and can be seen before its text and device are known."""
+    """Refuses mistakes in a run that show before its text and device are known."""
     check_sparsities(run.sparsity or 0.0)
     check_choices(run)
     check_not_negative(run, *(() if run.kappa is None else ("kappa",)))
@@ -119,7 +120,7 @@ def check_run(run: RunConfig) -> None:
 
 
 def _check_sizes(run: RunConfig) -> None:
-    """Checks steps, batches, and the proxy beside the model."""
+    """Checks the sizes of steps, batches, model and base."""
     check_positive(run, "steps", "batch_size", "seq_len", "base_width", "valid_batches")
     check_not_too_large("rounds", run.rounds)
     refuse(
@@ -129,8 +130,8 @@ def _check_sizes(run: RunConfig) -> None:
     refuse(not 0 <= run.warmup_steps <= run.round_steps, f"warmup must lie in [0, steps = {run.round_steps}], got {run.warmup}")
     refuse(
         run.base_width % run.model.head_dim,
-        f"base width {run.base_width} is not a multiple of head_dim {run.model.head_dim}: the head size is the same "
-        "in both models, choose another --base-width or --head-dim",
+        f"base width {run.base_width} is not a multiple of head_dim {run.model.head_dim}, which is the same in both models: "
+        "choose another --base-width or --head-dim",
     )
     refuse(
         run.base_depth is not None and not 1 <= run.base_depth <= run.model.depth,
@@ -162,6 +163,8 @@ def _check_optimizer(run: RunConfig) -> None:
 
 
 def _check_moving_masks(run: RunConfig) -> None:
+    parse_law(run.law)
+    refuse(run.law and not (run.follow or run.record), f"law {run.law!r} is for runs that record or follow a trace")
     refuse(
         run.dynamic != "none" and run.pattern not in UNSTRUCTURED,
         f"masks that move are unstructured: --dynamic {run.dynamic} needs --pattern random",
@@ -169,12 +172,12 @@ def _check_moving_masks(run: RunConfig) -> None:
     refuse(not 0 < run.drop_fraction < 1, f"drop_fraction must lie in (0, 1), got {run.drop_fraction}")
     refuse(
         not 0 < run.mask_stop <= 1 or run.mask_every < 1,
-        f"mask_stop must lie in (0, 1] and mask_every from 1 on, got {run.mask_stop} and {run.mask_every}: "
+        f"mask_stop must lie in (0, 1] and mask_every must be at least 1, got {run.mask_stop} and {run.mask_every}: "
         "masks must not move after the run",
     )
     refuse(
         run.dynamic != "none" and run.mask_stop * run.steps < 1,
-        f"the masks of a run of {run.steps} steps would stop moving before its first: raise --mask-stop",
+        f"the masks of a run of {run.steps} steps would stop moving before the first step: raise --mask-stop",
     )
     refuse(
         run.mask_method.grows_by and run.density != 1 and run.mask_every > run.last_move,

@@ -1,8 +1,8 @@
 """Batches are a pure function of (seed, step), for any number of ranks.
 
-An epoch cuts the text into sequences and takes each of them once, in an order that is computed, not stored. The default text is
-the source of the running Python's standard library. It is on every machine and needs no download. It differs between Python
-versions, so losses on it are not comparable across them.
+An epoch cuts the text into sequences and uses each of them once, in an order that is computed, not stored. The default text is
+the source of the running Python's standard library, which needs no download. It differs between Python versions, so losses
+cannot be compared across versions.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from smupar.lm.data.shards import Tokens, open_tokens, read_index, verify
 from smupar.lm.data.tokenizer import TOKENIZER_FILE, Tokenizer, read_definition
 from smupar.plan.settings import refuse
 
-# The last 5 % of the text are for validation and never trained on, unless a text for validation is given.
+# Share of the text that is kept for validation, unless there is a separate text for that.
 _VALID_SHARE = 0.05
 _NOT_TEXT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class CorpusFacts:
-    """Facts about the text of a run: the content of data.json."""
+    """Facts about the text of a run, the content of data.json."""
 
     name: str
     num_tokens: int
@@ -42,7 +42,7 @@ class CorpusFacts:
 
 @dataclass(frozen=True)
 class Corpus:
-    """The text that a run reads, as tokens."""
+    """The tokens that a run reads."""
 
     train: Tokens
     valid: Tokens
@@ -159,8 +159,7 @@ def _epoch(seed: int, epoch: int, room: int) -> tuple[int, np.ndarray]:
 
 
 def num_sequences(tokens: Tokens, seq_len: int, what: str = "given") -> int:
-    """The number of sequences in an epoch. It is one fewer than would fit, so that epochs can cut the text at different
-    places."""
+    """The number of sequences in an epoch: one fewer than would fit, so that epochs can cut the text at different places."""
     refuse(
         len(tokens) <= seq_len,
         f"the {what} text has {len(tokens)} tokens, fewer than one sequence of {seq_len} and its target: "
@@ -190,7 +189,7 @@ def shuffled(positions: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """Every bit of the result depends on every bit of x (the finaliser of splitmix64)."""
+    """Mixes bits, so that every bit of the result depends on every bit of x (the finaliser of splitmix64)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,7 +1,7 @@
 """Turns text into token shards, for ``smupar data prepare``.
 
-A preparation that was killed can be resumed. The content of a shard depends only on the pieces of text up to its end. So
-progress is the list of complete shards and the number of pieces in them. The resumed preparation skips these pieces, and the
+A preparation that was killed can be resumed. The content of a shard depends only on the pieces of text up to its end, so the
+list of complete shards and the number of their pieces describe the progress. A resumed preparation skips these pieces, and its
 result is the same to the byte.
 """
 
@@ -58,7 +58,7 @@ class PreparationState(ShardIndex):
     num_units: int = 0  # finished files (or datasets)
     num_pieces: int = 0  # finished pieces of the next file
     finished: tuple[str, ...] = ()  # sha256 of every finished file; empty for a dataset
-    partial: ReadBytes | None = None  # what was read of the next file
+    partial: ReadBytes | None = None  # what has been read of the next file
     # True if the preparation stopped at unreadable input. Then another command may start over in the same folder.
     failed: bool = False
 
@@ -89,7 +89,7 @@ def prepare(config: PrepareConfig) -> ShardIndex:
         index = verify(folder)
         read_tokenizer(folder, tokenizer.name, sha256=index.tokenizer.sha256)
         (folder / PROGRESS).unlink(missing_ok=True)
-        print(f"{folder} is already prepared: nothing to do", file=sys.stderr)
+        print(f"{folder} is prepared already: nothing to do", file=sys.stderr)
         _say_if_newer(units, folder / INDEX)
         return index
     is_new = not folder.exists()
@@ -121,16 +121,16 @@ def _prepare(
         index = ShardIndex(tokenizer.info, writer.largest_token, tuple(writer.shards), asked.source)
         write_atomic(folder / INDEX, index.to_json())
     except OSError as error:
-        # Errors of reading have another type, so this error is about writing the folder.
+        # Read errors have another type, so this error is about writing to the folder.
         writer.abandon()
-        remedy = "make space" if error.errno in FULL else "see to it that the folder can be written"
+        remedy = "make space" if error.errno in FULL else "make the folder writable"
         raise ValueError(
             f"cannot write {folder} ({error.strerror or error}), {writer.num_tokens} tokens in {len(writer.shards)} shards are "
             f"done: {remedy} and run the same command again, it goes on"
         ) from error
     except ValueError as error:
         writer.abandon()
-        # The user has to run another command after bad input, so this command must not leave files in its way.
+        # After bad input the user has to run another command, and files of this one must not be in its way.
         if not isinstance(error, BrokenOffError):
             _leave_after_bad_input(folder, remove_folder=is_new)
         raise
@@ -200,10 +200,10 @@ def _batches(pieces: Iterator[Numbered]) -> Iterator[list[Numbered]]:
 
 
 class _Bar:
-    """A progress bar. It counts bytes of files, or documents if a dataset does not say how large it is."""
+    """A progress bar. It counts bytes of files, or documents of a dataset, whose size is unknown."""
 
     def __init__(self, units: list[SourceUnit], progress: PreparationState):
-        self._before: list[int] | None = None  # bytes before each file, and finally the total
+        self._before: list[int] | None = None  # number of bytes before each file, and in the end the total
         scale: dict[str, Any] = {"initial": progress.num_documents, "unit": " documents"}
         if all(unit.size is not None for unit in units):
             self._before = np.cumsum([0, *(unit.size or 0 for unit in units)]).tolist()
@@ -225,7 +225,7 @@ class _Bar:
 def _check_encoding(config: PrepareConfig) -> None:
     remedy = "pass --encoding utf-8, latin-1, ... and --errors strict, replace or ignore"
     try:
-        # Some codecs, such as rot13 and zip, do not turn bytes into text. Decoding no bytes at all would not look them up.
+        # Some codecs, such as rot13 and zip, do not turn bytes into text. Decoding an empty string would not even look them up.
         b" ".decode(config.encoding, "ignore")
         codecs.getincrementaldecoder(config.encoding)
         codecs.lookup_error(config.errors)
@@ -256,7 +256,7 @@ def _resumed(folder: Path, units: Sequence[SourceUnit], asked: PreparationState)
 
 
 def _changed_files(units: Sequence[SourceUnit], progress: PreparationState) -> list[str]:
-    """The finished files that no longer hold what was read from them, and the same for the file that was read in part."""
+    """The files, finished or read in part, that no longer hold what was read from them."""
     before = [
         (unit, ReadBytes(unit.size, sha256))
         for unit, sha256 in zip(units, progress.finished, strict=False)
@@ -273,8 +273,8 @@ def _changed_files(units: Sequence[SourceUnit], progress: PreparationState) -> l
 
 
 def _say_if_newer(units: Sequence[SourceUnit], written: Path) -> None:
-    """Warns if a file is newer than the shards, since it may hold another text of the same size. This is not an error, because
-    a new time does not prove a new text."""
+    """Warns if a file is newer than the shards, since it may hold another text of the same size. A new time does not prove
+    that, so it is no error."""
     made = written.stat().st_mtime
     files = [(unit.name, Path(unit.name).stat()) for unit in units if unit.size is not None]
     newer = [name for name, facts in files if max(facts.st_mtime, facts.st_ctime) > made]
@@ -312,7 +312,7 @@ def _differences(there: ShardIndex, asked: ShardIndex) -> list[str]:
         named, now = _named(sources), _named(asked.source["sources"])
         differences.append(f"sources {named}, not {now}" if named != now else f"other names or sizes of files in {now}")
     options = there.source.get("options", {})
-    # Shards before the first decoding error do not depend on --errors, so a failed preparation may go on with another value.
+    # Shards before the first decoding error do not depend on --errors, so a failed preparation may continue with another value.
     lax = isinstance(there, PreparationState) and there.failed and options.get("errors") == "strict"
     for name, value in asked.source["options"].items():
         if options.get(name) != value and not (name == "errors" and lax):
@@ -344,8 +344,8 @@ def _leave_after_bad_input(folder: Path, *, remove_folder: bool) -> None:
 
 
 def _remove_ours(folder: Path) -> None:
-    """Removes our files, and progress.json last. If the process is killed meanwhile, the next call still knows from it that the
-    other files are ours."""
+    """Removes our files, and progress.json last, so that after a kill the next call still knows from it that the other files
+    are ours."""
     for path in sorted(folder.iterdir(), key=lambda path: path.name == PROGRESS):
         if _OUR_FILES.fullmatch(path.name) or _OUR_TEMPORARY.fullmatch(path.name):
             path.unlink()

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -30,6 +31,7 @@ INDEX, PROGRESS, VERIFIED = "index.json", "progress.json", "verified.json"
 _CHUNK = 1 << 22  # bytes that are read or written at a time
 _AGAIN = "delete the folder and prepare it again"
 BAR_BYTES = 1 << 30  # hashing fewer bytes takes about a second and needs no progress bar
+_SMALL = BAR_BYTES  # a text of so many bytes is read at each start, since disks forget without a change of time
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class ShardIndex:
 
 @dataclass(frozen=True)
 class _StoredIndex:
-    """index.json as it is stored: some fields follow from others."""
+    """The stored form of index.json, with fields that follow from others."""
 
     format: str
     tokenizer: TokenizerInfo
@@ -133,7 +135,7 @@ def read_index(folder: str | Path) -> ShardIndex:
 
 
 def check_sizes(folder: str | Path, index: ShardIndex, shards: Sequence[Shard] | None = None) -> None:
-    """Checks that these shards, by default all, exist and have the expected length. This is fast, since no shard is read."""
+    """Checks that shards exist and have the expected length, by default all shards. This is fast, since it reads none."""
     for shard in index.shards if shards is None else shards:
         path = Path(folder) / shard.file
         expected = shard.num_tokens * index.dtype.itemsize
@@ -144,13 +146,17 @@ def check_sizes(folder: str | Path, index: ShardIndex, shards: Sequence[Shard] |
 
 
 def verify(folder: str | Path) -> ShardIndex:
-    """Checks the size and hash of every shard. Shards that passed are recorded, so that the next start is quick."""
+    """Checks the size and hash of every shard. A small text is read once by each process. Intact shards of a large one are
+    recorded, so that the next start is quick."""
     folder = Path(folder)
     index = read_index(folder)
     check_sizes(folder, index)
-    verified = _read_verified(folder)
     now = {shard.file: _state(folder, shard) for shard in index.shards}
     now[INDEX] = {"sha256": hashlib.sha256((folder / INDEX).read_bytes()).hexdigest()}
+    if index.num_tokens * index.dtype.itemsize <= _SMALL:
+        _check_once(folder.resolve(), json.dumps(now))
+        return index
+    verified = _read_verified(folder)
     same_index = verified.get(INDEX) == now[INDEX]
     todo = [shard for shard in index.shards if not same_index or verified.get(shard.file) != now[shard.file]]
     if not todo:
@@ -162,8 +168,15 @@ def verify(folder: str | Path) -> ShardIndex:
     return index
 
 
+@lru_cache(maxsize=64)
+def _check_once(folder: Path, state: str) -> None:
+    """Reads all shards. The runs of a study share a text, so this is done again only if the files have another ``state``."""
+    index = read_index(folder)
+    check_content(folder, index, index.shards)
+
+
 def check_content(folder: Path, index: ShardIndex, shards: Sequence[Shard]) -> None:
-    """Reads these shards, and raises if one is not what the index says. Their sizes have been checked."""
+    """Reads these shards, whose sizes have been checked. Raises if one differs from the index."""
     size = sum(shard.num_tokens for shard in shards) * index.dtype.itemsize
     with tqdm(
         total=size, desc="verify", unit="B", unit_scale=True, disable=True if size < BAR_BYTES else None, leave=False
@@ -175,7 +188,8 @@ def check_content(folder: Path, index: ShardIndex, shards: Sequence[Shard]) -> N
 def wrong_shards(
     folder: Path, index: ShardIndex, shards: Sequence[Shard], show: Callable[[int], object] = lambda size: None
 ) -> Iterator[str]:
-    """Reads these shards, and says of each that is not what the index says how it differs. ``show`` gets numbers of bytes."""
+    """Reads these shards, and says how each damaged one differs from the index. ``show`` is called with the number of bytes
+    read."""
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         facts = pool.map(lambda shard: _hash_and_largest(folder / shard.file, index.dtype, show), shards)
         try:
@@ -193,7 +207,7 @@ def wrong_shards(
 
 def _state(folder: Path, shard: Shard) -> dict[str, Any]:
     stat = (folder / shard.file).stat()
-    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "sha256": shard.sha256}
+    return {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns, "ctime_ns": stat.st_ctime_ns, "sha256": shard.sha256}
 
 
 def _read_verified(folder: Path) -> dict[str, Any]:
@@ -215,8 +229,7 @@ def _hash_and_largest(path: Path, dtype: np.dtype[Any], show: Callable[[int], ob
 
 
 class Tokens:
-    """A read-only sequence over several arrays, memory-mapped or not, as if they were one. Data is read only when it is
-    needed."""
+    """Several arrays, memory-mapped or not, as one read-only sequence. Data is read only when it is needed."""
 
     def __init__(self, arrays: Sequence[np.ndarray]):
         # Plain ndarray views, because every slice of a np.memmap costs microseconds of Python.
@@ -234,7 +247,7 @@ class Tokens:
         return Tokens([array[max(0, start - first) : max(0, stop - first)] for array, first in pairs])
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
-        """The ``length`` tokens from each start on, int64, of shape (len(starts), length)."""
+        """``length`` tokens from each start, as int64 of shape (len(starts), length)."""
         starts = np.asarray(starts)
         refuse(length < 1, f"windows have at least one token, got length {length}")
         refuse(
@@ -272,8 +285,8 @@ def open_tokens(folder: str | Path) -> Tokens:
 
 
 class ShardWriter:
-    """Appends tokens and closes a shard as soon as it holds ``shard_tokens`` or more. ``shards`` and ``largest_token``
-    come from an earlier process that is resumed."""
+    """Appends tokens, and closes a shard once it holds at least ``shard_tokens``. ``shards`` and ``largest_token`` come from an
+    interrupted preparation that is resumed."""
 
     def __init__(
         self, folder: Path, *, vocab_size: int, shard_tokens: int, shards: Sequence[Shard] = (), largest_token: int = -1
@@ -326,7 +339,7 @@ class ShardWriter:
         return True
 
     def close(self) -> None:
-        """Completes the current shard, if anything is in it."""
+        """Completes the current shard, unless it is empty."""
         if self._file is None:
             return
         self._file.flush()

@@ -1,4 +1,4 @@
-"""Reads a file once, hashes it on the way, and notices if it changes meanwhile or until later."""
+"""Reads a file once, hashes it on the way, and notices changes to it, also later ones."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PIECE = 1 << 18
 
 @dataclass(frozen=True)
 class ReadBytes:
-    """The first bytes of a file, as they were read."""
+    """Number and hash of the bytes that were read from the start of a file."""
 
     num_bytes: int = 0
     sha256: str = hashlib.sha256().hexdigest()
@@ -74,12 +74,14 @@ def open_source(path: Path, size: int | None) -> Iterator[tuple[io.BufferedReade
             f"{path} is not gzip, or damaged ({error}): get it again, or rename it if it is not compressed"
         ) from error
     except OSError as error:
-        raise ValueError(f"cannot read {path} ({error.strerror or error}): check that it is there and may be read") from error
+        raise ValueError(
+            f"cannot read {path} ({error.strerror or error}): check that it exists and that you may read it"
+        ) from error
 
 
 def _state(path: Path) -> tuple[int, ...]:
-    """Every write to a file changes this, since programs cannot choose the time of the last change (ctime). Other things
-    change it too, such as new permissions."""
+    """A value that every write to the file changes, since programs cannot set the time of the last change (ctime). Other
+    actions, such as new permissions, change it too."""
     facts = path.stat()
     return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
 

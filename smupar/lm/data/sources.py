@@ -29,14 +29,14 @@ _UTF8_BOM = b"\xef\xbb\xbf"
 class TextPiece(NamedTuple):
     """A document, or a part of one."""
 
-    text: str  # empty for a row without text; empty pieces count too, so that a resumed preparation can skip by count
+    text: str  # empty for a row without text; empty pieces are counted, so that a resumed preparation can skip by number
     ends_document: bool
     position: int  # bytes of the file read so far, for the progress bar
-    read: ReadBytes | None  # what the file held up to there; None for a dataset
+    read: ReadBytes | None  # what the file held up to that position; None for a dataset
 
 
 class BrokenOffError(ValueError):
-    """The stream broke off, but the input is fine, so the same command can resume."""
+    """The stream broke off. The input is fine, so the same command can resume."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +48,8 @@ class SourceUnit:
     config_name: str | None = None  # for datasets only
 
     def read(self, config: PrepareConfig, *, skip: int = 0) -> Iterator[TextPiece]:
-        """The pieces from number ``skip`` on. After those of a file comes an empty piece, which describes the whole file.
-        Raises if the file changes meanwhile."""
+        """The pieces from number ``skip`` on. A file ends with an empty piece, which describes the whole file. Raises if the
+        file changes meanwhile."""
         if self.size is None:
             yield from _read_dataset(self, config, skip)
             return
@@ -62,7 +62,7 @@ class SourceUnit:
 
 
 def find_units(source: str, *, out: Path) -> list[SourceUnit]:
-    """The files or the dataset that a source stands for. Folders are walked, except for ``out``."""
+    """The files or the dataset of a source. Folders are searched, except for ``out``."""
     if source == "slimpajama":
         return [SourceUnit("cerebras/SlimPajama-627B")]
     if source.startswith("hf:"):
@@ -72,7 +72,7 @@ def find_units(source: str, *, out: Path) -> list[SourceUnit]:
     path = Path(source)
     if path.is_dir():
         files = [path for path in _walk(path, resolved(out)) if path.stat().st_size]
-        refuse(not files, f"the folder {source} holds no file with anything in it: name one that holds text")
+        refuse(not files, f"the folder {source} holds only empty files, or none: name a folder with text")
     elif path.is_file():
         files = [path]
         refuse(not path.stat().st_size, f"{source} is empty: leave it out, or name a file with text")
@@ -81,7 +81,7 @@ def find_units(source: str, *, out: Path) -> list[SourceUnit]:
     for file in files:
         refuse(
             file.name.lower().endswith((".zst", ".xz", ".bz2", ".lz4", ".zip", ".tar", ".7z")),
-            f"{file} is compressed in a way that is not read here: decompress it, or compress it with gzip",
+            f"{file} is compressed in an unsupported format: decompress it, or compress it with gzip",
         )
     return [SourceUnit(str(file), file.stat().st_size) for file in files]
 
@@ -164,7 +164,7 @@ def _read_jsonl(
 ) -> Iterator[TextPiece]:
     refuse(
         "\n".encode(config.encoding) != b"\n",
-        f"{path}: lines of JSON in {config.encoding} are not read here, convert the file to UTF-8",
+        f"{path}: lines of JSON in {config.encoding} are not supported, convert the file to UTF-8",
     )
     offset = 0
     for number, line in enumerate(stream, 1):
@@ -185,7 +185,7 @@ def _field_of_line(line: str, config: PrepareConfig, where: str) -> str:
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON ({error.msg} at column {error.colno}); one object per line is expected") from error
     except (RecursionError, ValueError) as error:  # nested too deeply, or a number with thousands of digits
-        raise ValueError(f"{where}: JSON that Python does not read ({first_line(error)}); leave the line out") from error
+        raise ValueError(f"{where}: JSON that Python cannot read ({first_line(error)}); remove the line") from error
     if not isinstance(row, dict):
         raise ValueError(
             f"{where}: a JSON object is expected, found {type(row).__name__}; give each line a field that holds text"

@@ -11,20 +11,20 @@ from typing import Any
 import numpy as np
 
 from smupar.lm.data.shards import TokenizerInfo, token_dtype
-from smupar.output.files import write_atomic
+from smupar.output.files import read_plain, write_atomic
 from smupar.output.json_files import read_object
 from smupar.output.optional import first_line, optional
 from smupar.plan.settings import refuse
 
 TOKENIZER_FILE = "tokenizer.json"
 
-# Names of the end-of-document token in common vocabularies. The first name that a vocabulary has is used.
+# Names of the end-of-document token in common vocabularies. The first one that a vocabulary has is used.
 _END_OF_TEXT = ("<|endoftext|>", "</s>", "<eos>", "[EOS]")
 _KINDS = "bytes, gpt2, a tokenizers JSON file, or a folder with GPT-2 style vocabulary and merges"
 
 
 class Tokenizer:
-    """Bytes if ``definition`` is None, else the ``tokenizers`` JSON that ``definition`` holds."""
+    """A tokenizer of bytes, or the one in ``definition``, which is JSON of the ``tokenizers`` library."""
 
     def __init__(self, name: str, definition: str | None = None):
         self.name = name
@@ -47,7 +47,7 @@ class Tokenizer:
         return TokenizerInfo(self.name, self.vocab_size, self.eot, self.sha256)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """One array of ids per text, in the smallest type that holds them; no token is added at either end."""
+        """One array of ids per text, in the smallest type that fits, without special tokens at either end."""
         if self._library is None:
             return [np.frombuffer(text.encode(), dtype=np.uint8) for text in texts]
         # Convert through int64 and check, because an id that is too large for the type would wrap around silently.
@@ -99,7 +99,7 @@ def read_tokenizer(folder: Path, name: str, *, sha256: str | None = None) -> Tok
 def read_definition(folder: Path, *, sha256: str | None) -> str | None:
     """The content of the folder's tokenizer.json; None if it has none. Raises if it does not have the given hash."""
     path = folder / TOKENIZER_FILE
-    if not path.is_file():
+    if not path.exists():
         return None
     definition = _read(path)
     found = hashlib.sha256(definition.encode()).hexdigest()
@@ -126,7 +126,11 @@ def _from_json(name: str, definition: str) -> Any:
 
 
 def _from_file(path: Path) -> Tokenizer:
-    return Tokenizer(path.resolve().parent.name if path.name == TOKENIZER_FILE else path.stem, _read(path))
+    definition = _read(path)
+    try:
+        return Tokenizer(path.resolve().parent.name if path.name == TOKENIZER_FILE else path.stem, definition)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def _gpt2_from_hub() -> Tokenizer:
@@ -171,8 +175,8 @@ def _only(folder: Path, *endings: str) -> Path:
 
 
 def _byte_level_bpe(vocabulary: dict[str, int], merges: list[tuple[str, ...]]) -> str:
-    """A tokenizer that splits text as GPT-2 does, as ``tokenizers`` JSON. The JSON is written here and not by the library, so
-    that its hash does not change with the library's version."""
+    """The JSON of a tokenizer that splits text as GPT-2 does. It is written here, not by the library, so that its hash does not
+    change with the library's version."""
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     end = _END_OF_TEXT[0]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -190,7 +194,7 @@ def _byte_level_bpe(vocabulary: dict[str, int], merges: list[tuple[str, ...]]) -
 
 def _read(path: Path) -> str:
     try:
-        # Decode the bytes here, because reading as text would convert newlines and so change the hash.
-        return path.read_bytes().decode("utf-8")
+        # Read bytes and decode them, because reading as text would convert newlines and so change the hash.
+        return read_plain(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not text in UTF-8 ({error.reason} at byte {error.start}): pass {_KINDS}") from error

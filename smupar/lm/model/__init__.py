@@ -1,1 +1,1 @@
-"""The GPT (``gpt``), and an estimate of what a run costs (``cost``)."""
+"""The GPT (``gpt``), and an estimate of the cost of a run (``cost``)."""

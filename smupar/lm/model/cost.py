@@ -1,9 +1,9 @@
-"""Estimates what a run will cost before it starts: parameters, FLOPs, memory and hours. The model is planned on the meta device
-and needs no memory.
+"""Estimates the cost of a run before it starts: parameters, FLOPs, memory and hours. The model is planned on the meta device,
+so this needs no memory.
 
 Conventions: a multiplication and an addition are two FLOPs; backward is twice forward; attention counts all T keys of a
-query, masked or not, as the paper's figures do. Hours follow the usual share of peak, which counts 6 FLOPs per parameter and
-token and nothing else. Dense layers multiply zeros like other numbers; "sparse" counts FLOPs without zeros.
+query, masked or not, as the paper's figures do. Hours follow from the usual share of peak, which counts only 6 FLOPs per
+parameter and token. Dense layers multiply zeros as well; "sparse" counts FLOPs without zeros.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Cost:
 
 
 def estimate(config: RunConfig, *, num_ranks: int = 1, micro_batch: int = 0, sharded: bool = False) -> Cost:
-    """The cost of a run. With ``micro_batch`` 0 a rank takes all its sequences at once."""
+    """The cost of a run. With ``micro_batch`` 0 a rank processes all its sequences at once."""
     plan = plan_on_meta(config)
     model, tokens = config.model, config.num_tokens
     rows = [row for row in plan if _is_multiplied(row, config)]
@@ -73,7 +73,7 @@ def fitting_micro_batch(config: RunConfig, *, num_ranks: int, sharded: bool, mem
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a run will cost on some GPUs."""
+    """The predicted cost of a run on some GPUs."""
 
     config: RunConfig
     cost: Cost
@@ -94,7 +94,7 @@ class Forecast:
 
     @property
     def values(self) -> dict[str, Any]:
-        """As plain values, for programs."""
+        """The forecast as plain values, for programs."""
         about = ("gpus", "gpu_gib", "peak_share", "peak_tflops", "micro_batch", "hours", "memory_gib")
         return {**{name: getattr(self, name) for name in about}, "cost": asdict(self.cost), "config": asdict(self.config)}
 
@@ -123,7 +123,7 @@ class Forecast:
 
 
 def forecast(config: RunConfig, how: Execution, *, gpus: int, gpu_gib: float, peak_share: float) -> Forecast:
-    """What ``smupar train --dry-run`` prints."""
+    """Makes the forecast that ``smupar train --dry-run`` prints."""
     refuse(
         gpus < 1 or not gpu_gib > 0 or not 0 < peak_share <= 1,
         f"--gpus {gpus}, --gpu-gib {gpu_gib:g} and --peak-share {peak_share:g} must be above 0, a share at most 1",
@@ -154,22 +154,22 @@ def _state_bytes(plan: Plan, config: RunConfig) -> float:
     total = 0.0
     for row in plan:
         moments = facts_for_role(row.role, config.optimizer, config.rest_lr).num_states_with(config.momentum)
-        copy = 2 if config.dtype == "bf16" and len(row.shape) == 2 else 0  # the bf16 copy that products read
+        copy = 2 if config.dtype == "bf16" and len(row.shape) == 2 else 0  # products read a bf16 copy
         total += math.prod(row.shape) * (4 + 4 + 4 * moments + copy + row.masked)
     return total
 
 
 def _activation_bytes(config: RunConfig) -> float:
-    """Bytes per token that are stored for the backward pass, with fused attention. On an H200 this was within 15 % of the
-    measured memory."""
+    """The bytes per token that are stored for the backward pass, with fused attention. On an H200 the measured memory was
+    within 15 % of this."""
     model, size = config.model, 2 if config.dtype == "bf16" else 4
     inner = (3 if model.activation == "swiglu" else 2) * model.inner_width
-    block = 2 * 4 * model.width + size * (6 * model.width + inner)  # both norms' inputs are fp32
+    block = 2 * 4 * model.width + size * (6 * model.width + inner)  # the inputs of both norms are fp32
     return model.depth * block + 2 * size * model.vocab_size  # logits and their gradient
 
 
 def in_words(seconds: float) -> str:
-    """A time that is about this long."""
+    """An approximate duration in words."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     return f"{seconds / 60:.1f} minutes" if seconds < 3600 else f"{seconds / 3600:,.1f} hours"

@@ -1,28 +1,33 @@
-"""A plain GPT as in the paper: ALiBi positions, SwiGLU, pre-norm, tied embedding, and the usual other choices.
-Read it top to bottom."""
+"""A plain GPT as in the paper (ALiBi positions, SwiGLU, pre-norm, tied embedding), and common alternatives. Read it top to
+bottom."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
+from smupar.execute.attention import fused_alibi, fused_attention
 from smupar.lm.config.run import ModelConfig, RunConfig
 from smupar.model.parameterize import add_masks, parameterize
 from smupar.plan.allocations import Allocation, er, erk
 from smupar.plan.make import Settings, make_plan
 from smupar.plan.plan import Plan
 
+AttentionKernel = Literal["sdpa", "fused", "products"]
+
 
 class Cache:
     """Keys and values of every layer for the tokens seen so far, for generation.
 
-    Texts of a batch end together: shorter ones have tokens of padding on their left. ``padding`` says how many each has.
+    All texts of a batch end at the same place: shorter ones are padded on the left. ``padding`` is the number of padding tokens
+    of each text.
     """
 
     def __init__(self, depth: int, padding: Tensor | None = None) -> None:
@@ -34,7 +39,7 @@ class Cache:
         return self.length
 
     def advance(self, num: int) -> None:
-        """Counts tokens that all layers have seen."""
+        """Adds to the number of tokens that all layers have seen."""
         self.length, self._bias = self.length + num, None
 
     def bias(self, attention: Attention, q: Tensor, num_keys: int) -> Tensor:
@@ -45,35 +50,38 @@ class Cache:
         return self._bias
 
     def _padded(self, num_keys: int) -> Tensor:
-        """Which keys are padding, for queries that are not. Padding attends to padding: a softmax over nothing would be NaN."""
+        """Where a query must not see a key because the key is padding. Padding itself may attend to padding, since a softmax
+        over nothing would be NaN."""
         assert self.padding is not None
         position, first = torch.arange(num_keys, device=self.padding.device), self.padding[:, None, None, None]
         return (position < first) & (position[self.length :, None] >= first)
 
 
 class LayerCache:
-    """Keys and values of one layer. Their memory doubles when it is full, so that a token is copied about once."""
+    """Keys and values of one layer. Their buffers double when they are full, so that each token is copied about once on
+    average."""
 
-    def __init__(self, whole: Cache) -> None:
-        self.whole = whole
-        self.room: tuple[Tensor, Tensor] | None = None
+    def __init__(self, model_cache: Cache) -> None:
+        self.model_cache = model_cache
+        self.buffers: tuple[Tensor, Tensor] | None = None
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds the keys and values of new tokens; returns those of all tokens."""
-        start, stop = self.whole.length, self.whole.length + keys.shape[2]
-        if self.room is None or self.room[0].shape[2] < stop:
-            self.room = _larger(keys, stop, self.room and self.room[0]), _larger(values, stop, self.room and self.room[1])
-        for room, new in zip(self.room, (keys, values), strict=True):
-            room[:, :, start:stop] = new
-        return self.room[0][:, :, :stop], self.room[1][:, :, :stop]
+        """Appends the keys and values of new tokens. Returns those of all tokens."""
+        start, stop = self.model_cache.length, self.model_cache.length + keys.shape[2]
+        if self.buffers is None or self.buffers[0].shape[2] < stop:
+            old_keys, old_values = self.buffers or (None, None)
+            self.buffers = _larger(keys, stop, old_keys), _larger(values, stop, old_values)
+        for buffer, new in zip(self.buffers, (keys, values), strict=True):
+            buffer[:, :, start:stop] = new
+        return self.buffers[0][:, :, :stop], self.buffers[1][:, :, :stop]
 
 
 def _larger(like: Tensor, num: int, old: Tensor | None) -> Tensor:
-    """Room for twice that many tokens, with what is in the old room."""
-    room = like.new_empty(*like.shape[:2], 2 * num, like.shape[3])
+    """A buffer for twice that many tokens, with the content of the old buffer."""
+    buffer = like.new_empty(*like.shape[:2], 2 * num, like.shape[3])
     if old is not None:
-        room[:, :, : old.shape[2]] = old
-    return room
+        buffer[:, :, : old.shape[2]] = old
+    return buffer
 
 
 class Attention(nn.Module):
@@ -84,26 +92,30 @@ class Attention(nn.Module):
         self.head_dim, self.num_heads, self.positions = config.head_dim, config.num_heads, config.positions
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=config.biases)
         self.out = nn.Linear(config.width, config.width, bias=config.biases)
-        # A tensor, so that models that differ in their rule can be trained as one batch.
+        # A tensor, so that models with different rules can be trained as one stack.
         self.register_buffer("scale", torch.tensor(config.head_dim**-0.5), persistent=False)
         self.block_mask: BlockMask | None = None  # set by use_flex_attention
-        self.plain = False  # set by use_plain_attention
+        self.kernel: AttentionKernel = "sdpa"  # set by use_attention
 
     def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
         batch, length, width = x.shape
-        start = 0 if cache is None else cache.whole.length
+        start = 0 if cache is None else cache.model_cache.length
         q, k, v = self.qkv(x).view(batch, length, 3, -1, self.head_dim).permute(2, 0, 3, 1, 4)
         if self.positions == "rotary":
             q, k = rotate(q, start), rotate(k, start)
         if cache is not None:
             k, v = cache.extend(k, v)
-        q = (q * self.scale).to(v.dtype)  # in a stack the scale is not a scalar, and would turn bf16 into fp32
+        q = (q * self.scale).to(v.dtype)  # in a stack the scale has a dimension, and so would turn bf16 into fp32
         if cache is not None:
-            bias = cache.whole.bias(self, q, k.shape[2])
+            bias = cache.model_cache.bias(self, q, k.shape[2])
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
-        elif self.plain:
+        elif self.kernel == "products":
             scores = (q @ k.mT).float() + self.bias(q, length)
             y = torch.softmax(scores, -1).to(v.dtype) @ v
+        elif self.kernel == "fused" and self.positions == "alibi" and q.is_cuda:
+            y = fused_alibi(q, k, v, alibi_slopes(self.num_heads, q.device))
+        elif self.kernel == "fused":
+            y = fused_attention(q, k, v, self.bias(q, length) if self.positions == "alibi" else None)
         elif self.positions == "alibi" and self.block_mask is not None:
             y = flex_alibi(q, k, v, self.block_mask)
         elif self.positions == "alibi":
@@ -113,8 +125,8 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(batch, length, width))
 
     def bias(self, q: Tensor, num_keys: int) -> Tensor:
-        """The bias of the attention logits: -inf for the future, and ALiBi's slope times the distance. The last key is at the
-        position of the last query."""
+        """The bias of the attention logits: -inf for later keys, and ALiBi's slope times the distance for others. The last key
+        and the last query are at the same position."""
         position = torch.arange(num_keys, device=q.device)
         distance = (position[None, :] - position[num_keys - q.shape[2] :, None]).to(q.dtype)
         slopes = alibi_slopes(self.num_heads, q.device) if self.positions == "alibi" else q.new_zeros(1)
@@ -208,7 +220,7 @@ def alibi_slopes(num_heads: int, device: torch.device | None = None) -> Tensor:
 
 
 def rotate(x: Tensor, start: int = 0) -> Tensor:
-    """Turns entry pairs (i, i + half) of each head by position * 10000^(-i / half)."""
+    """Rotary positions: rotates the pairs of entries (i, i + half) of each head by position * 10000^(-i / half)."""
     half = x.shape[-1] // 2
     position = torch.arange(start, start + x.shape[-2], device=x.device, dtype=torch.float32)
     angle = position[:, None] * 10000.0 ** (-torch.arange(half, device=x.device) / half)
@@ -229,7 +241,7 @@ def flex_alibi(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor
 
 
 def use_flex_attention(model: GPT, length: int) -> None:
-    """Computes ALiBi by FlexAttention, without a bias in memory, for sequences of one length. This is for compiled models on a
+    """Switches to FlexAttention, which keeps no ALiBi bias in memory, for sequences of one length and compiled models on a
     GPU."""
 
     def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -240,10 +252,11 @@ def use_flex_attention(model: GPT, length: int) -> None:
         attention.block_mask = mask
 
 
-def use_plain_attention(model: GPT) -> None:
-    """Computes attention by products and a softmax, because some of torch's fused kernels cannot be batched over models."""
+def use_attention(model: GPT, kernel: AttentionKernel) -> None:
+    """Chooses how attention is computed. sdpa: as torch does; fused: by a fused kernel that can be batched over models;
+    products: by products and a softmax, which anything can batch, with the scores of all pairs of tokens in memory."""
     for attention in attentions(model):
-        attention.plain = True
+        attention.kernel = kernel
 
 
 # Parameterized
@@ -256,7 +269,7 @@ def ends_of_branches(model: GPT) -> list[nn.Module]:
 
 
 def build(config: RunConfig) -> tuple[GPT, Plan]:
-    """A parameterized GPT on the CPU and its plan, with the attention scale set."""
+    """A parameterized GPT on the CPU, with its attention scale set, and its plan."""
     model = GPT(config.model)
     return model, parameterized(model, config)
 
@@ -279,7 +292,7 @@ def set_attention_scale(model: nn.Module, plan: Plan) -> None:
 
 
 def plan_on_meta(config: RunConfig) -> Plan:
-    """The plan that ``build`` would carry out, for a model of any size, without memory."""
+    """The plan that ``build`` would carry out, made without memory for a model of any size."""
     plan = make_plan(on_meta(config.model), base=_base(config), **_settings(config))
     plan.settle("attention_scale")  # build sets it
     return plan
@@ -295,7 +308,7 @@ def _base(config: RunConfig) -> GPT:
 
 
 def allocated(config: RunConfig, density: float | None) -> float | Allocation | None:
-    """The density, or the run's allocation of it among layers."""
+    """The density, or the allocation that divides it among layers."""
     if config.allocation == "uniform" or density is None:
         return density
     return {"er": er, "erk": erk}[config.allocation](density)
@@ -310,7 +323,7 @@ def _settings(config: RunConfig) -> Settings:
         "init_std": config.init_std,
         "alpha_input": config.alpha_input,
         "alpha_output": config.alpha_output,
-        # The model's own factor on residual branches stays that of the base's depth, unless nothing else scales them.
+        # If a depth rule scales the branches, the model's own factor on them must stay the base's.
         "multipliers": "base" if config.scales_branches else "own",
         "branches": BRANCHES,
         "depth": config.depth_rule,

@@ -1,9 +1,9 @@
 """Checkpoints: a folder ``step-00000100`` with weights, masks and optimizer state as safetensors, ``state.json``, and
 ``sums.json``, the checksums of all tensors.
 
-Each rank handles its own shards (tensor_files.py), so a run that was saved on two ranks can go on with one or four. Nothing in
-them is a pickle. A checkpoint is written under another name and renamed when it is complete, so a checkpoint with the right
-name is whole even if the process was killed. What happens to it later, on the disk or in a copy, is found by its checksums.
+Each rank handles its own shards (tensor_files.py), so a run that was saved on two ranks can continue on one or four. Nothing is
+pickled. A checkpoint is written under another name and renamed when it is complete, so one with the right name is complete even
+if the process was killed. Its checksums find later damage, on the disk or in a copy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from smupar.output.json_files import DamagedFileError, is_sealed, read_object, s
 from smupar.output.sums import SUMS, Parts, UncheckedWarning, read_sums, write_sums, wrong_parts
 
 STATE, MODEL, OPTIMIZER = "state.json", "model", "optimizer"
-# What torch and others raise when a file does not hold what they expect.
+# What torch and others raise if a file is damaged.
 _READING = (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, AssertionError)
 _PREFIX, _UNFINISHED, _DAMAGED = "step-", ".unfinished-", "damaged-"
 
@@ -40,10 +40,10 @@ _PREFIX, _UNFINISHED, _DAMAGED = "step-", ".unfinished-", "damaged-"
 def save(
     folder: Path, step: int, model: nn.Module, optimizers: list[torch.optim.Optimizer], state: dict[str, Any], world: World
 ) -> None:
-    """Writes ``folder/step-<step>``. If this fails, as on a full disk, earlier checkpoints stay as they are. If this step has a
-    checkpoint already, only ``state`` is written."""
+    """Writes ``folder/step-<step>``. If this fails, for example on a full disk, earlier checkpoints stay intact. If this step
+    already has a checkpoint, only ``state`` is written."""
     final, unfinished = folder / folder_name(step), folder / f"{_UNFINISHED}{step:08d}"
-    if final.exists():  # the run stopped before it had looked at these weights
+    if final.exists():  # the run stopped at this step before, in the middle of its validation
         if world.is_main:
             _write_state(final, {"step": step, **state})
         return
@@ -74,7 +74,7 @@ def save(
 
 
 def _write_state(path: Path, state: dict[str, Any]) -> None:
-    """Writes state.json. Its seal says that there are checksums of tensors too, which an older version did not write."""
+    """Writes state.json. Its seal also tells that the tensors have checksums, which older versions did not write."""
     sealed = (path / SUMS).exists()
     write_atomic(path / STATE, sealed_json(state, indent=None) if sealed else json.dumps(state))
 
@@ -89,8 +89,7 @@ def load(path: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) 
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
-    """Reads weights and masks, also of weights that the checkpoint keeps in another form than the model: as non-zeros, or as
-    matrices."""
+    """Reads weights and masks. The checkpoint may keep weights in another form than the model: as non-zeros, or as matrices."""
     with named(path):
         stored = stored_tensors(path / MODEL)
         every = [weight_of(model, name) for name, _ in model.named_parameters()]
@@ -104,7 +103,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
 
 
 def _read_through_matrices(folder: Path, foreign: Sequence[ModelWeight], stored: Mapping[str, TensorStorageMetadata]) -> None:
-    """Reads weights in the form that the checkpoint has, and converts them to the form that the model has."""
+    """Reads weights in the checkpoint's form and converts them to the model's."""
     names = [f"{weight.name}{part}" for weight in foreign for part in ("", MASK, COLUMNS, ROW_STARTS)]
     tensors = {n: torch.empty(stored[n].size, dtype=stored[n].properties.dtype) for n in names if n in stored}
     read_tensors(folder, tensors)
@@ -123,27 +122,28 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 def refuse_other_run(path: Path, saved: str | None, run: str) -> None:
-    """Raises if a checkpoint says that it is of another run, as when folders were mixed up. Older ones say nothing."""
+    """Raises if a checkpoint belongs to another run, for example because folders were mixed up. Older checkpoints do not name
+    their run."""
     if saved not in (None, run):
-        raise DamagedCheckpointError(path, f"it is of another run, {saved}")
+        raise DamagedCheckpointError(path, f"it belongs to another run, {saved}")
 
 
 # Damage
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint cannot be read. The error names it and the remedy; ``reason`` is what is wrong."""
+    """A checkpoint cannot be read. The message names the checkpoint, the ``reason`` and the remedy."""
 
     def __init__(self, path: Path, reason: str) -> None:
         earlier = max((step for step in steps_in(path.parent) if step < step_of(path)), default=None)
-        remedy = "then the run starts from its first step" if earlier is None else f"then the run goes on from step {earlier}"
+        remedy = "then the run starts from its first step" if earlier is None else f"then the run continues from step {earlier}"
         super().__init__(f"the checkpoint {path} is damaged ({reason}): delete it, {remedy}")
         self.reason = reason
 
 
 def check(path: Path, world: World, *, only: str = "") -> None:
-    """Compares a checkpoint with its checksums, before any of it is loaded. ``only`` is the part that is needed. The ranks
-    divide the tensors among them, and all raise DamagedCheckpointError if one of them finds damage."""
+    """Compares a checkpoint with its checksums before any of it is loaded. ``only`` limits this to files that start with it.
+    The ranks divide the tensors among them, and all raise DamagedCheckpointError if one of them finds damage."""
     sums = read_checksums(path)
     if sums is None:
         if world.is_main:
@@ -173,7 +173,7 @@ def read_checksums(path: Path) -> dict[str, Parts] | None:
 
 
 def missing_files(path: Path) -> list[str]:
-    """Files that are missing in a checkpoint without checksums, as far as its indices name them."""
+    """Files that are missing in a checkpoint without checksums, according to its indices."""
     wrong = [f"{part} is missing" for part in (MODEL, OPTIMIZER) if not (path / part).is_dir()]
     for index in sorted(path.glob("*/*.index.json")):
         with named(path):
@@ -184,8 +184,8 @@ def missing_files(path: Path) -> list[str]:
 
 @contextlib.contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Turns whatever goes wrong in reading a checkpoint into one line with the remedy. A file that may not be read is no
-    damage, and neither is a device without room."""
+    """Turns any error of reading a checkpoint into one line with the remedy. A file without permission, or a device without
+    memory, is not damage."""
     try:
         yield
     except (PermissionError, torch.OutOfMemoryError, DamagedCheckpointError):
@@ -199,18 +199,18 @@ def named(path: Path) -> Iterator[None]:
 
 
 def _without_remedy(error: DamagedFileError, path: Path) -> str:
-    """What is wrong with a file of a checkpoint; the remedy is the checkpoint's own."""
+    """The damage in a file of a checkpoint, without the file's own remedy."""
     return str(error).removeprefix(f"{path}/").rpartition(":")[0]
 
 
 def set_aside(path: Path) -> Path:
-    """Renames a damaged checkpoint, so that the run can write this step again, and nothing is lost."""
+    """Renames a damaged checkpoint, so that the run can write this step again and nothing is lost."""
     aside = path.with_name(path.name.replace(_PREFIX, _DAMAGED))
     shutil.rmtree(aside, ignore_errors=True)
     return path.replace(aside)
 
 
-# Which checkpoints there are
+# Listing and removing checkpoints
 
 
 def latest(folder: Path) -> Path | None:
@@ -218,7 +218,7 @@ def latest(folder: Path) -> Path | None:
 
 
 def steps_in(folder: Path) -> list[int]:
-    """Steps with a checkpoint, in their order."""
+    """The steps with a checkpoint, in order."""
     return sorted(map(step_of, _complete(folder)))
 
 
@@ -231,7 +231,7 @@ def step_of(path: Path) -> int:
 
 
 def prune(folder: Path, *, keep: int, best: int | None) -> None:
-    """Removes all but the last ``keep`` and the best, and what was left unfinished by a killed process."""
+    """Removes all checkpoints but the last ``keep`` and the best, and folders that a killed process left unfinished."""
     for path in folder.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in sorted(_complete(folder), key=step_of)[:-keep]:
@@ -247,7 +247,7 @@ def drop_after(folder: Path, step: int) -> None:
 
 
 def _remove(path: Path) -> None:
-    # Renamed first: a half-removed folder must not look like a checkpoint.
+    # Renamed first, since a half-removed folder must not look like a checkpoint.
     doomed = path.with_name(f"{_UNFINISHED}{path.name.removeprefix(_PREFIX)}")
     path.replace(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
@@ -261,14 +261,15 @@ def _complete(folder: Path) -> list[Path]:
 
 
 def saved_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters, tied ones once, and persistent buffers, which are the masks. The tensors themselves, not copies."""
+    """Parameters (tied ones once) and persistent buffers, which are the masks. They are the tensors themselves, not copies."""
     parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
     buffers = dict(model.named_buffers())
     return parameters | {name: buffers[name] for name in model.state_dict() if name in buffers}
 
 
 def optimizer_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Tensor]:
-    """``<parameter>/<what>``, such as ``norm.weight/exp_avg``. Learning rates and the like follow from the configuration."""
+    """State tensors named ``<parameter>/<what>``, such as ``norm.weight/exp_avg``. Learning rates and other options follow from
+    the configuration."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     return {
         f"{names[id(parameter)]}/{what}": value
@@ -280,30 +281,30 @@ def optimizer_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -
 
 
 def _read_optimizer_state(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Reads into optimizers that have made no step. If the checkpoint keeps a weight in another form than the model, its state
-    is converted at the first step."""
+    """Reads state into optimizers that have made no step. If the checkpoint keeps a weight in another form than the model, its
+    state is converted at the first step."""
     homes = {id(p): (o, g) for o in optimizers for g in o.param_groups for p in g["params"]}
     for key, entry in stored_tensors(folder).items():
         name, _, what = key.partition("/")
         weight = weight_of(model, name)
         optimizer, group = homes[id(weight.parameter)]
-        optimizer.state[weight.parameter][what] = _state_room(entry, weight.parameter, group)
+        optimizer.state[weight.parameter][what] = _empty_state(entry, weight.parameter, group)
         if weight.is_foreign(entry.size):
             watch_optimizers(model, replaced=())
     read_tensors(folder, optimizer_state(model, optimizers))
 
 
-def _state_room(entry: TensorStorageMetadata, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
+def _empty_state(entry: TensorStorageMetadata, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
     dtype = entry.properties.dtype
     if tuple(entry.size) == tuple(parameter.shape):
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format).detach()
-    # A step count is kept beside the parameter by fused optimizers and on the CPU by others.
+    # Fused optimizers keep the step count on the parameter's device, others on the CPU.
     beside = entry.size or group.get("fused") or group.get("capturable")
     return torch.zeros(entry.size, dtype=dtype, device=parameter.device if beside else torch.device("cpu"))
 
 
 def _reason(error: BaseException) -> str:
-    """The cause in one line, without what torch wraps around it."""
+    """The cause in one line, unwrapped from torch's own errors."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     if isinstance(error, OSError) and error.strerror:

@@ -1,5 +1,5 @@
-"""Runs on one process or many: the rank of this process, and how a model is distributed. torchrun starts the processes, and
-this file reads its environment variables. Without them nothing here has an effect."""
+"""Runs on one process or many: the rank of this process, and how a model is distributed. torchrun starts the processes and sets
+the environment variables that this file reads. Without them nothing here has an effect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from smupar.plan.settings import refuse
 
 @dataclass(frozen=True)
 class World:
-    """All ranks of a run, seen from one of them."""
+    """The ranks of a run, as one of them sees them."""
 
     rank: int
     size: int
@@ -80,7 +80,7 @@ ALONE = World(0, 1, torch.device("cpu"), "ddp")
 
 @contextlib.contextmanager
 def join(how: Execution) -> Iterator[World]:
-    """Joins the processes that torchrun started, if it did."""
+    """Joins the process group if torchrun started this process."""
     size, rank, local = (
         int(os.environ.get(name, default)) for name, default in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0))
     )
@@ -89,7 +89,7 @@ def join(how: Execution) -> Iterator[World]:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         try:
             yield World(rank, size, device, how.parallel)
-            dist.barrier()  # a rank that leaves early would cut the others off
+            dist.barrier()  # a rank that leaves early would break the others' connections
         finally:
             dist.destroy_process_group()
     else:
@@ -113,13 +113,13 @@ def pick_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def device_name(device: torch.device) -> str:
-    """What a run's record calls the device."""
+    """The name of the device in a run's record."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def build_on_device(config: RunConfig, world: World) -> tuple[GPT, Plan]:
-    """The parameterized model of a run on this rank's device, sharded if the world says so. Weights and masks are the same for
-    any number of ranks. The model is built on meta, so that no rank ever holds more than its part."""
+    """The parameterized model of a run on this rank's device, sharded under FSDP2. Weights and masks are the same for any
+    number of ranks. The model is built on meta, so that no rank ever holds more than its part."""
     model = on_meta(config.model)
     if world.sharded:
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if config.dtype == "bf16" else MixedPrecisionPolicy()
@@ -130,17 +130,17 @@ def build_on_device(config: RunConfig, world: World) -> tuple[GPT, Plan]:
         model.to_empty(device=world.device)
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError as error:  # torch has no class of its own for a CPU without room
+    except RuntimeError as error:  # torch has no class of its own for a CPU out of memory
         raise MemoryError(f"the model does not fit into memory ({str(error).splitlines()[0]}): choose a smaller one") from error
     model.tie()
     return model, parameterized(model, config, reset=True)
 
 
 def wrap(model: GPT, world: World) -> nn.Module:
-    """What to call in training: the model, or DDP around it if every rank has a whole model."""
+    """The module to call in training: the model, or DDP around it if every rank has the whole model."""
     if world.size == 1 or world.sharded:
         return model
-    # Buffers are equal on all ranks by construction and need not be sent at each forward.
+    # Buffers are equal on all ranks by construction, so they are not sent at each forward pass.
     no_broadcast(model, (name for name, _ in model.named_buffers()))
     device_ids = [world.device] if world.device.type == "cuda" else None
     return DistributedDataParallel(model, device_ids=device_ids, gradient_as_bucket_view=True)
@@ -159,6 +159,6 @@ def accumulate(forward: nn.Module, *, last: bool) -> Iterator[None]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Puts shards back after a forward pass without a backward pass, where FSDP2 leaves full parameters in their place."""
+    """Restores the shards after a forward pass without a backward pass, after which FSDP2 leaves full parameters."""
     if isinstance(model, FSDPModule):
         model.reshard()

@@ -1,17 +1,17 @@
-"""The folder of a run: what it is, how it went, where it can go on.
+"""The folder of a run: its configuration, its results, and the checkpoints to continue from.
 
-config.json      the RunConfig; a run with another one is refused
+config.json      the RunConfig; a run with another configuration is refused
 data.json        fingerprint of the text, and its tokenizer
-trace.json       what updates did to hidden layers, where that was measured; followed.json: the trace that was followed
-tokenizer.json   where the data has one
+trace.json       effects of updates on hidden layers, if measured; followed.json: the trace that was followed
+tokenizer.json   if the data has one
 metrics.jsonl    one line for every few steps
 checkpoints/     step-00000100, ...
-observed.json    sizes of hidden layers over the run, where it was observed
-sums.json        checksums of metrics.jsonl, tokenizer.json, trace.json and observed.json, when it ended
-summary.json     when it ended, finished or diverged
+observed.json    sizes of hidden layers over the run, if observed
+sums.json        checksums of metrics.jsonl, tokenizer.json, trace.json and observed.json, once the run has ended
+summary.json     once the run has ended, finished or diverged
 
-The JSON files carry a seal (output/json_files.py): only smupar writes them, and nothing is gained by editing them. In
-particular config.json says what the weights mean, and a run's flags are given on the command line.
+The JSON files carry a seal (output/json_files.py), since only smupar writes them. Do not edit them: config.json describes the
+weights that exist, and flags belong on the command line.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ import re
 import subprocess
 import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import IO, Literal
 
 import torch
+import xxhash
 
 from smupar import __version__
 from smupar.lm.config.run import STANDARD_LIBRARY, RunConfig, differences, flat
@@ -37,7 +39,7 @@ from smupar.lm.data.tokenizer import TOKENIZER_FILE
 from smupar.lm.run import checkpoint
 from smupar.lm.run.distributed import ALONE
 from smupar.lm.run.metrics import METRICS_FILE, Row, metrics_line, read_rows
-from smupar.output.files import locked, refuse_other_files, write_atomic, writing
+from smupar.output.files import locked, read_plain, refuse_other_files, write_atomic, writing
 from smupar.output.json_files import read_record, read_text, write_sealed
 from smupar.output.sums import SUMS, write_sums
 from smupar.plan.settings import refuse
@@ -47,27 +49,27 @@ from smupar.updates.trace import Trace
 Status = Literal["finished", "diverged", "interrupted", "terminated"]
 
 TRACE_FILE, FOLLOWED_FILE, SUMMARY_FILE = "trace.json", "followed.json", "summary.json"
-_NAMED = ("depth", "lr", "steps", "batch_size", "seed")  # fields that a folder's name tells if they differ from the default
+_NAMED = ("depth", "lr", "steps", "batch_size", "seed")  # fields that are in a folder's name if they differ from the default
 _MEASURED = (METRICS_FILE, TOKENIZER_FILE, TRACE_FILE, OBSERVED_FILE)
-_TEMPORARY = re.compile(r"[\w-]+\.jsonl?\.\d+\.tmp")  # what write_atomic leaves if the process is killed
+_TEMPORARY = re.compile(r"[\w-]+\.jsonl?\.\d+\.tmp")  # files that write_atomic leaves if the process is killed
 
 
 @dataclass(frozen=True)
 class Summary:
-    """How a run ended."""
+    """The results of a run that has ended."""
 
     id: str
     status: Status
     folder: str
-    steps: int  # steps done; of a run that diverged, those whose loss was a number
+    steps: int  # steps done; if the run diverged, only those with a finite loss
     num_tokens: int
     num_parameters: int
     sparsity: float  # share of the hidden weights that is zero
     train_loss: float | None  # mean of the last 5 % of the steps, in nats per token; None if the run diverged
-    valid_loss: float | None  # None if it was not reached
+    valid_loss: float | None  # None if the run ended before its last validation
     best_valid_loss: float | None
     best_step: int | None
-    seconds: float  # spent in training steps, over all starts; a run of a stack has its share of them
+    seconds: float  # time in training steps, over all starts; a stacked run has its share of the stack's time
     tokens_per_second: float
     device: str
     num_ranks: int
@@ -75,7 +77,7 @@ class Summary:
     versions: dict[str, str]
 
     def write(self, folder: Path, trace: Trace | None, observation: Observation | None = None) -> None:
-        """Ends a run's folder, with what was measured in the run, where it was: a run whose summary is there is finished."""
+        """Completes a run's folder: writes measurements, if any, and the summary last. A run with a summary has ended."""
         if trace is not None:
             trace.save(folder / TRACE_FILE)
         if observation is not None:
@@ -86,15 +88,14 @@ class Summary:
 
 @cache
 def versions() -> dict[str, str]:
-    """The versions that made a result, for the record of a run. The commit is known if this is a checkout, or if SMUPAR_COMMIT
-    names it."""
+    """The versions of the software, for the record of a run. The commit is known in a checkout, or from SMUPAR_COMMIT."""
     packages = {"smupar": __version__, "torch": torch.__version__, "python": sys.version.split()[0]}
     commit = os.environ.get("SMUPAR_COMMIT") or _commit(Path(__file__).parents[2])
     return packages | ({"commit": commit} if commit else {})
 
 
 def _commit(checkout: Path) -> str | None:
-    if not (checkout / ".git").exists():  # installed, perhaps inside a checkout of something else
+    if not (checkout / ".git").exists():  # installed, perhaps inside another project's checkout
         return None
     with contextlib.suppress(OSError, subprocess.CalledProcessError):
         command = ["git", "-C", str(checkout), "describe", "--always", "--exclude=*", "--abbrev=10", "--dirty"]
@@ -103,8 +104,8 @@ def _commit(checkout: Path) -> str | None:
 
 
 def default_folder(config: RunConfig) -> Path:
-    """The folder of a run without --out: what it is, in a few words, and its id, by which the same command finds it again.
-    A folder of the same id with another name, such as an older version gave it, stays the run's folder."""
+    """The folder of a run without --out. Its name describes the run in a few words and ends with its id. An existing folder
+    with this id, which an older version may have named differently, stays the run's folder."""
     id_ = config.id
     for folder in sorted(Path("runs").glob(f"*-{id_}")):
         if (folder / "config.json").is_file():
@@ -113,7 +114,7 @@ def default_folder(config: RunConfig) -> Path:
 
 
 def _name_of(config: RunConfig) -> str:
-    """Rule, width and sparsity, and the first fields that differ from those of a run without flags."""
+    """Rule, width and sparsity, and the first fields that differ from their defaults."""
     density = config.density
     zeros = config.pattern.replace(":", "of") if density is None else f"sparse{1 - density:.4g}" if density < 1 else "dense"
     usual, own = flat(asdict(RunConfig())), flat(asdict(config))
@@ -126,8 +127,9 @@ class RunFolder:
 
     def __init__(self, path: Path, config: RunConfig, corpus: Corpus) -> None:
         self.path = path
-        self.config = config  # as the folder has it, since its text may lie elsewhere now
+        self.config = config  # the folder's own, whose text may have been at another path
         self._metrics: IO[str] | None = None
+        self._rows = xxhash.xxh3_64()
         with contextlib.ExitStack() as locks:
             locks.enter_context(locked(path))
             self._refuse_another(config, corpus)
@@ -135,12 +137,15 @@ class RunFolder:
             self._locks = locks.pop_all()
 
     def begin(self, config: RunConfig, corpus: Corpus) -> None:
-        """Makes the folder this run's."""
+        """Writes the run's configuration and facts into a new folder."""
         if not (self.path / "config.json").exists():
             write_facts(self.path, corpus)
             if config.follow is not None:
                 Trace.load(config.follow).save(self.path / FOLLOWED_FILE)
             write_atomic(self.path / "config.json", config.to_json())
+        elif corpus.tokenizer is not None and not _holds(self.path / TOKENIZER_FILE, corpus.tokenizer):
+            warnings.warn(f"{self.path / TOKENIZER_FILE} is damaged: that of the text replaces it", UserWarning, stacklevel=2)
+            write_atomic(self.path / TOKENIZER_FILE, corpus.tokenizer)
 
     def _refuse_another(self, config: RunConfig, corpus: Corpus) -> None:
         if (self.path / "config.json").exists():
@@ -150,14 +155,14 @@ class RunFolder:
             refuse(old.portable != self.config.portable, f"{self.path} holds another run ({changes}): choose another --out")
             refuse(
                 read_facts(self.path).sha256 != corpus.facts.sha256,
-                f"the text {config.data!r} is not the one that {self.path} was started with: bring that back, or choose "
+                f"the text {config.data!r} is not the one that {self.path} was started with: restore that one, or choose "
                 "another --out",
             )
             given = Path(config.follow or "")
             refuse(
                 given.is_file() and Trace.load(given).to_json() != Trace.load(self.path / FOLLOWED_FILE).to_json(),
                 f"the trace {config.follow} is not the one that {self.path} was started with, which is {FOLLOWED_FILE} in "
-                "that folder: bring it back, or choose another --out",
+                "that folder: restore it, or choose another --out",
             )
         else:
             refuse_other_files(self.path, "run", _is_ours)
@@ -174,7 +179,7 @@ class RunFolder:
         self._locks.close()
 
     def go_back(self, step: int) -> None:
-        """Makes the checkpoint of this step the last one, and removes how the run ended. Step 0 is the start."""
+        """Makes the checkpoint of this step the last one, and removes the run's results. Step 0 is the start."""
         folder = self.path / "checkpoints"
         steps = checkpoint.steps_in(folder)
         refuse(
@@ -187,30 +192,59 @@ class RunFolder:
             (self.path / name).unlink(missing_ok=True)
         checkpoint.drop_after(folder, step)
 
-    def resume_metrics(self, step: int, expected: int = 0) -> int:
-        """Drops lines that were written after the checkpoint from which the run goes on, and lines that are damaged. Says which
-        are damaged, and how many of the ``expected`` are missing. Returns how many are left."""
+    def resume_metrics(self, step: int, expected: int = 0, checksum: str | None = None) -> int:
+        """Drops lines that are damaged, or were written after the checkpoint from which the run continues. Reports damaged
+        lines, and what differs from the number and the checksum in the checkpoint. Returns the number of lines left."""
         path = self.path / METRICS_FILE
-        rows = read_rows(path)
-        damaged = [number for number, row in enumerate(rows, start=1) if row is None]
-        kept = [f"{json.dumps(row)}\n" for row in rows if row is not None and row["step"] <= step]
+        kept, damaged = rows_until(path, step)
         for number in damaged:
-            warnings.warn(f"{path}: line {number} is damaged and is left out", UserWarning, stacklevel=2)
-        missing = expected - len(kept) - len(damaged)
-        if missing > 0:
-            warnings.warn(f"{path}: {missing} of {expected} rows up to step {step} are missing", UserWarning, stacklevel=2)
+            warnings.warn(f"{path}: line {number} is damaged and left out", UserWarning, stacklevel=2)
+        if wrong := wrong_rows(kept, step, expected - len(damaged), checksum if not damaged else None):
+            warnings.warn(f"{path}: {wrong}", UserWarning, stacklevel=2)
+        self._rows = xxhash.xxh3_64("".join(kept).encode())
         write_atomic(path, "".join(kept))
         self._metrics = path.open("a", buffering=1, encoding="utf-8")
         return len(kept)
 
     def log(self, row: Row) -> None:
         assert self._metrics is not None, "resume_metrics opens the file"
+        line = metrics_line(row)
         with writing(self.path / METRICS_FILE):
-            self._metrics.write(metrics_line(row))
+            self._metrics.write(line)
+        self._rows.update(line.encode())
+
+    @property
+    def rows_checksum(self) -> str:
+        """The XXH3 of the rows so far."""
+        return self._rows.hexdigest()
+
+
+def _holds(path: Path, text: str) -> bool:
+    """Whether a file holds this text."""
+    try:
+        return read_plain(path) == text.encode()
+    except OSError:
+        return False
+
+
+def rows_until(path: Path, step: int) -> tuple[list[str], list[int]]:
+    """The lines of a metrics.jsonl up to a step, and the numbers of those that are damaged."""
+    rows = read_rows(path)
+    kept = [f"{json.dumps(row)}\n" for row in rows if row is not None and row["step"] <= step]
+    return kept, [number for number, row in enumerate(rows, start=1) if row is None]
+
+
+def wrong_rows(kept: Sequence[str], step: int, expected: int, checksum: str | None) -> str:
+    """What is wrong with the rows up to a step, given their number and their checksum; "" if nothing."""
+    if len(kept) < expected:
+        return f"{expected - len(kept)} of {expected} rows up to step {step} are missing"
+    if checksum not in (None, xxhash.xxh3_64_hexdigest("".join(kept).encode())):
+        return f"a row up to step {step} has changed since it was written"
+    return ""
 
 
 def read_followed(path: Path) -> Trace | None:
-    """The trace that a run was started with, if it follows one and has been started."""
+    """The trace that a run follows, if it has been started and follows one."""
     return Trace.load(path / FOLLOWED_FILE) if (path / FOLLOWED_FILE).exists() else None
 
 
@@ -223,14 +257,14 @@ def write_facts(path: Path, corpus: Corpus) -> None:
 
 
 def _is_ours(name: str) -> bool:
-    """Whether a process that was killed at its very start may have left a file of this name."""
+    """Whether a process that was killed right after its start may have left a file of this name."""
     return name in ("data.json", TOKENIZER_FILE, FOLLOWED_FILE) or name.endswith(".tmp")
 
 
 def read_summary(path: Path) -> Summary | None:
     """The summary of a run; None while it has not ended."""
     file = path / SUMMARY_FILE
-    again = "delete it, and the same command writes it again"
+    again = "delete it, and run the same command to write it again"
     return read_record(Summary, file, remedy=again) if file.exists() else None
 
 
@@ -247,8 +281,7 @@ def read_facts(path: Path) -> CorpusFacts:
 
 
 def _with_texts_of(old: RunConfig, new: RunConfig) -> RunConfig:
-    """The new configuration with the old folder names of its texts. Folders may move, since texts are identified by their
-    content."""
+    """The new configuration with the old paths of its texts. Texts may move, since they are identified by their content."""
     if STANDARD_LIBRARY not in (old.data, new.data):
         new = replace(new, data=old.data)
     both = old.valid_data is not None and new.valid_data is not None

@@ -1,8 +1,8 @@
-"""The training loop, for one run or for many that are trained as one stack. Both end with a ``Summary`` of each run.
+"""The training loop, for one run or for a stack of many. It ends with a ``Summary`` of each run.
 
 It trains a ``Stepper`` or a ``GPTStack``: ``step`` makes a step of all runs and returns their losses, which stay on the device,
-and ``validate`` returns a loss for each run. Rows and checkpoints go to a ``Keeper``: the folder of a run, or memory until a
-stack has ended. The coordinate check of any model (check/coordinates/check.py) has a loop of its own.
+and ``validate`` returns a loss for each run. Rows and checkpoints go to a ``Keeper``, which writes into the run's folder, or
+for a stack keeps them in memory until it has ended. The coordinate check (check/coordinates/check.py) has its own loop.
 """
 
 from __future__ import annotations
@@ -31,31 +31,31 @@ _LONGEST_LOOK = 2.0
 
 
 class Keeper(Protocol):
-    """Where a loop's numbers go."""
+    """Stores and shows the numbers of a loop."""
 
     def show(self, done: int, loss: float, seconds: float) -> None:
-        """Progress: steps done, the first run's last loss, and seconds of a step."""
+        """Shows progress: steps done, the first run's last loss, and seconds per step."""
 
     def log(self, index: int, row: Row) -> None:
-        """A row of metrics of the run with this number."""
+        """Stores a row of metrics of the run with this number."""
 
     def save(self, progress: Sequence[Progress]) -> None:
-        """A checkpoint."""
+        """Saves a checkpoint."""
 
 
 @dataclass
 class Progress:
-    """How far a run is: what a checkpoint holds beside tensors."""
+    """The progress of a run, which a checkpoint holds besides tensors."""
 
     step: int = 0  # steps done; of a run that diverged, those whose loss was a number
     seconds: float = 0.0
-    # Losses of the last 5 % of the steps. If the run diverged, the last one is NaN or infinite, and nothing is added after it.
+    # Losses of the last 5 % of the steps. If the run diverged, the last one is NaN or infinite, and no more are added.
     losses: list[float] = field(default_factory=list)
     valid_loss: float | None = None
     valid_step: int | None = None
     best_valid_loss: float | None = None
     best_step: int | None = None
-    since_row: list[float] = field(default_factory=list)  # losses after the last row of metrics, for the mean of the next
+    since_row: list[float] = field(default_factory=list)  # losses since the last row of metrics, for the mean in the next
     num_rows: int = 0  # rows of metrics so far; 0 if an older version did not count them
 
     @property
@@ -63,7 +63,7 @@ class Progress:
         return bool(self.losses) and not math.isfinite(self.losses[-1])
 
     def add(self, loss: float, num_kept: int) -> None:
-        """Adds the loss of a further step and keeps the last ``num_kept``."""
+        """Adds the loss of the next step, and keeps the last ``num_kept`` losses."""
         if not self.diverged:
             self.losses.append(loss)
             del self.losses[:-num_kept]
@@ -77,15 +77,15 @@ class Progress:
 
 @dataclass(frozen=True)
 class Cadence:
-    """What is due after which step."""
+    """Decides what is due after a step: a row, a validation, a checkpoint, or a look at the losses."""
 
     steps: int
     log_every: int
     valid_every: int
-    save_every: int = 0  # every few minutes; in any case at the end
+    save_every: int = 0  # steps; 0: by time. There is always a save at the end
     save_seconds: float = 300.0  # between checkpoints, if save_every is 0
-    # Steps between looks at the losses, for which the host waits for the GPU; slow steps have more looks. 0: at each row, and
-    # while steps are slow after each step, because ranks must agree to stop before torchrun kills them.
+    # Steps between looks at the losses, for which the host waits for the GPU. Slow steps are looked at more often. 0: at each
+    # row, and after each step while steps are slow, because ranks must agree to stop before torchrun kills them.
     look_every: int = 0
 
     def validates(self, done: int) -> bool:
@@ -102,7 +102,7 @@ class Cadence:
 
 
 class Loop:
-    """``run()`` trains to the last step, until all runs have diverged, or until a signal asks it to stop."""
+    """``run()`` trains until the last step, until all runs have diverged, or until a signal asks it to stop."""
 
     def __init__(
         self,
@@ -114,13 +114,13 @@ class Loop:
         *,
         start: int | None = None,
     ) -> None:
-        """``progress`` says where each run starts. A stack may hold more runs than that, which only fill it up. ``start`` is
-        the number of steps that are done; the default, those of the first run, is wrong for a stack whose first run diverged.
+        """``progress`` says where each run starts. A stack may hold further runs, copies that only fill it up. ``start`` is the
+        number of steps done. By default these are the first run's, so pass it for a stack, whose first run may have diverged.
         """
         self.runs, self.cadence, self.keeper, self.stop, self.progress = runs, cadence, keeper, stop, progress
         self.config = runs.configs[0]
         self.done = progress[0].step if start is None else start
-        self.pending: list[Tensor] = []  # losses that the host has not asked for yet
+        self.pending: list[Tensor] = []  # losses that are still on the device
         self.slow = not cadence.look_every  # until a step has been timed
         self.since = self.saved_at = 0.0
 
@@ -139,11 +139,11 @@ class Loop:
         return "finished"
 
     def _waited_long(self) -> bool:
-        """Whether the last look is so long ago that a checkpoint may be due before the next."""
+        """Whether the last look was so long ago that a checkpoint may be due before the next."""
         return self.cadence.look_every > 0 and time.perf_counter() - self.since > _LONGEST_LOOK
 
     def _catch_up(self) -> bool:
-        """Repeats a validation that was interrupted last time. Returns False if it is interrupted again."""
+        """Repeats a validation that was interrupted before the run was resumed. Returns False if it is interrupted again."""
         if self.done == 0 or self._has_validated() or not self.cadence.validates(self.done):
             return True
         if not self._validate():
@@ -151,13 +151,13 @@ class Loop:
         for index, progress in enumerate(self.progress):
             if progress.since_row:
                 self._log_row(index, self.done, self._tokens(self.done) / max(progress.seconds, 1e-9))
-            elif not progress.diverged:  # an older version had written the row without the validation
+            elif not progress.diverged:  # an older version wrote the row before the validation
                 self.keeper.log(index, {"step": self.done, "valid_loss": progress.valid_loss})
         self.keeper.save(self.progress)
         return True
 
     def _look(self, done: int) -> Status | None:
-        """Does everything that may be due after a step. Returns how the loop ends, if it does."""
+        """Does everything that is due after a step. Returns the status if the loop ends."""
         losses = self._fetch()
         self.done, seconds = done, time.perf_counter() - self.since
         seconds_of_step = seconds / len(losses)
@@ -165,7 +165,7 @@ class Loop:
         self.keeper.show(done, losses[-1][0], seconds_of_step)
         self._record(losses, seconds)
         if self.cadence.validates(done) and not stop and not self._all_diverged():
-            stop = not self._validate()  # asked to stop in the middle of it: done again when the run goes on
+            stop = not self._validate()  # if it is stopped in the middle, it is repeated when the run is resumed
         saves, status = self._decide(stop, late)
         self._log(losses, seconds_of_step)
         if saves:
@@ -174,8 +174,8 @@ class Loop:
         return status
 
     def _decide(self, stop: bool, late: bool) -> tuple[bool, Status | None]:
-        """Whether to save, and how the loop ends, if it does."""
-        # A stack ends at a step that does not depend on the clock or on signals, since its masks may still move.
+        """Whether to save, and the status if the loop ends."""
+        # The step at which a stack ends must not depend on the clock or on signals, since its masks may still move.
         if self._all_diverged() and (not self.cadence.look_every or self.cadence.looks(self.done)):
             return False, "diverged"
         improved = any(progress.best_step == self.done for progress in self.progress)
@@ -183,14 +183,14 @@ class Loop:
         return self.cadence.saves(self.done) or improved or stop or late, self.stop.status if stop and not ended else None
 
     def _agree(self, seconds_of_step: float) -> tuple[bool, bool]:
-        """Whether to stop, and whether a checkpoint is overdue. If one rank says yes, all do."""
+        """Whether to stop, and whether a checkpoint is overdue. If one rank says yes, all ranks do."""
         late = time.perf_counter() - self.saved_at > self.cadence.save_seconds and not self.cadence.save_every
         slow = seconds_of_step > _SLOW_SECONDS and not self.cadence.look_every
         stop, late, self.slow = self.runs.world.any(self.stop.requested, late, slow)
         return stop, late
 
     def _fetch(self) -> list[list[float]]:
-        """The losses that are waiting, by step and run, averaged over ranks. Here the host waits for the GPU."""
+        """The pending losses by step and run, averaged over ranks. The host waits for the GPU here."""
         waiting = torch.stack(self.pending)
         self.pending.clear()
         return self.runs.world.mean(waiting).view(len(waiting), -1).tolist()
@@ -203,7 +203,7 @@ class Loop:
                 progress.add(of_runs[index], num_kept)
 
     def _validate(self) -> bool:
-        """Validates. Returns whether it finished before the loop was asked to stop."""
+        """Validates. Returns False if a signal interrupted it."""
         losses = self.runs.validate(until=lambda: self.stop.requested)
         if losses is None:
             return False
@@ -219,20 +219,20 @@ class Loop:
         return any(progress.valid_step == self.done for progress in self.progress)
 
     def _log(self, losses: list[list[float]], seconds: float) -> None:
-        """Turns losses into rows, each with the mean since the row before. The row in which a run diverges is its last. If the
-        validation of this step was interrupted, its row waits for it, so that the run has the same rows when it goes on."""
+        """Turns losses into rows, each with the mean since the previous row. A run that diverges has no row after that. If the
+        validation of this step was interrupted, its row waits until it is repeated, so that a resumed run has the same rows."""
         speed = self._tokens(1) / (seconds / len(self.progress))
         for number, of_runs in enumerate(losses, start=self.done + 1 - len(losses)):
             waits = number == self.done and self.cadence.validates(number) and not self._has_validated()
             for index, progress in enumerate(self.progress):
-                if number > progress.step + 1 and not progress.since_row:  # it diverged before
+                if number > progress.step + 1 and not progress.since_row:  # it had already diverged
                     continue
                 progress.since_row.append(of_runs[index])
                 if self.cadence.logs(number) and (not waits or self._all_diverged()):
                     self._log_row(index, number, speed)
 
     def _log_row(self, index: int, number: int, speed: float) -> None:
-        """Writes the row of step ``number``, with the losses since the row before."""
+        """Writes the row of step ``number``, with the losses since the previous row."""
         config, progress = self.runs.configs[index], self.progress[index]
         row: Row = {
             "step": number,
@@ -247,7 +247,7 @@ class Loop:
         progress.num_rows += 1
 
     def summaries(self, status: Status, folders: Sequence[str]) -> list[Summary]:
-        """How each run ended, in these folders, given what ``run`` returned."""
+        """The summary of each run, given the status that ``run`` returned and the runs' folders."""
         ends = enumerate(zip(folders, self.runs.sparsities, strict=False))
         return [self._summary(index, status, folder, sparsity) for index, (folder, sparsity) in ends]
 

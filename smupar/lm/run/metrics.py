@@ -1,4 +1,4 @@
-"""The rows of a run: a line of metrics.jsonl for every few steps. This file does not import torch, so pages open at once."""
+"""The rows of metrics.jsonl, one for every few steps of a run. This file does not import torch, so pages open quickly."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from smupar.output.files import read_plain
 from smupar.output.json_files import parse_json
 
 METRICS_FILE = "metrics.jsonl"
-Row = Mapping[str, float | None]  # metrics of a run at a step
+Row = Mapping[str, float | None]  # metric -> value, at a step of a run
 
 
 def metrics_line(row: Row) -> str:
-    """A line of metrics.jsonl. Values that are None are left out, and nan is written as null, since JSON has no nan."""
+    """A row as a line of metrics.jsonl. None is left out, and NaN is written as null, since JSON has no NaN."""
     values = {name: value for name, value in row.items() if value is not None}
     return json.dumps({name: value if math.isfinite(value) else None for name, value in values.items()}) + "\n"
 
 
 def read_rows(path: Path) -> list[dict[str, Any] | None]:
-    """The rows of a metrics.jsonl; None in place of a line that is damaged. There are none before a run has written some. A
-    line that was cut off by a kill, or is being written, is left out."""
+    """The rows of a metrics.jsonl, with None for each damaged line. Without a file there are no rows. A last line that is
+    incomplete, because it was cut off or is being written, is left out."""
     lines = read_plain(path).split(b"\n") if path.exists() else [b""]
     return [_row(line) for line in lines[:-1]]
 
 
 def damaged_rows(path: Path) -> list[int]:
-    """The numbers of the lines of a metrics.jsonl that are damaged."""
+    """The numbers of the damaged lines of a metrics.jsonl."""
     rows = enumerate(read_rows(path), start=1)
     return [number for number, row in rows if row is None]
 
@@ -45,5 +45,5 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def _is_number(value: object) -> bool:
-    """Whether a value is a number that a float can hold; nan compares as False."""
+    """Whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max

@@ -1,4 +1,4 @@
-"""The optimizers that a run can name, made from its plan. Muon takes hidden matrices only, so it comes with an AdamW."""
+"""Makes the optimizers of a run from its plan. Muon takes hidden matrices only, so an AdamW trains the rest."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from smupar.plan.plan import Plan
 
 
 def make_optimizers(model: GPT, plan: Plan, config: RunConfig, *, capturable: bool = False) -> list[torch.optim.Optimizer]:
-    """One optimizer, or Muon and its AdamW. A capturable optimizer has its learning rates on the GPU."""
+    """One optimizer, or two, such as Muon and its AdamW. Capturable optimizers have their learning rates on the GPU."""
     name, device = config.optimizer.lower(), next(model.parameters()).device
     named = groups_by_optimizer(
         model,
@@ -37,18 +37,18 @@ def make_optimizers(model: GPT, plan: Plan, config: RunConfig, *, capturable: bo
             options["betas"] = config.betas
         if facts.momentum:
             options["momentum"] = config.momentum
-        if facts.fused and device.type == "cuda":
+        if facts.fused:
             options["fused"] = True
         optimizers.append(_class_called(facts.name)(groups, **options))
     return optimizers
 
 
 def set_lr(optimizers: list[torch.optim.Optimizer], share: float) -> None:
-    """Sets the learning rate of every group to a share of its own peak, so that ratios stay."""
+    """Sets the learning rate of every group to a share of its own peak, which keeps the ratios."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             peak = group.setdefault("peak_lr", float(group["lr"]))
-            if isinstance(group["lr"], Tensor):  # the one that a captured step reads
+            if isinstance(group["lr"], Tensor):  # in place, since a captured step reads this tensor
                 group["lr"].fill_(peak * share)
             else:
                 group["lr"] = peak * share

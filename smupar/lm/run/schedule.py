@@ -6,12 +6,12 @@ import math
 
 from smupar.lm.config.run import RunConfig
 
-# "10x" decay of Table 4: what is left of the peak at the end.
+# Share of the peak at the end: Table 4's "10x" decay.
 _FINAL_SHARE = 0.1
 
 
 def lr_share(step: int, config: RunConfig) -> float:
-    """Share of the peak at a step: linear warm-up, then the config's decay over the remaining steps."""
+    """The share of the peak at a step: linear warm-up, then the configured schedule over the remaining steps."""
     warmup = config.warmup_steps
     if step < config.steps:
         step %= config.round_steps

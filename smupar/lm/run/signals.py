@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import Any, Literal
 
-TERMINATED = 143  # the exit code that a shell gives to a process that SIGTERM ended
+TERMINATED = 143  # a shell's exit code for a process that SIGTERM ended
 
 
 @contextlib.contextmanager
 def handled(handlers: Mapping[int, Any]) -> Iterator[Callable[[], None]]:
-    """Handles these signals within the block, and puts the former handlers back after it. Yields a function that installs the
-    handlers again, for blocks in which a library installs its own."""
-    if threading.current_thread() is not threading.main_thread():  # Python allows handlers in the main thread only
+    """Handles these signals within the block, and restores the former handlers after it. Yields a function that installs the
+    handlers again, in case a library has installed its own."""
+    if threading.current_thread() is not threading.main_thread():  # Python allows handlers only in the main thread
         handlers = {}
 
     def install() -> None:
@@ -34,7 +34,8 @@ def handled(handlers: Mapping[int, Any]) -> Iterator[Callable[[], None]]:
 
 
 class Stop:
-    """Whether a signal has asked to stop. A loop that watches it can save before it ends; a second SIGINT ends it at once."""
+    """Whether a signal has asked the process to stop. A loop that watches this can save before it ends; a second SIGINT ends
+    the process at once."""
 
     requested = False
     status: Literal["interrupted", "terminated"] = "terminated"
@@ -55,16 +56,16 @@ class Stop:
 
 @contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM unwinds the block, so that a job that is preempted ends in order and with the exit code of a shell."""
+    """Makes SIGTERM raise SystemExit in the block, so that a preempted job cleans up and ends with a shell's exit code."""
     with handled({signal.SIGTERM: lambda *_: sys.exit(TERMINATED)}):
         try:
             yield
         except SystemExit as error:
-            raise SystemExit(TERMINATED) from error  # while Ray waits, it turns ours into its own, with code 1
+            raise SystemExit(TERMINATED) from error  # Ray turns our SystemExit into its own, with code 1
 
 
 def end_if_stopped(status: str) -> None:
-    """Ends the process as the signal that stopped a run would have ended it."""
+    """Ends the process with the exit code of the signal that stopped a run."""
     if status == "interrupted":
         raise KeyboardInterrupt
     if status == "terminated":

@@ -17,7 +17,7 @@ from smupar.execute.stacked import SUPPORTED, Hyperparameters, Stack
 from smupar.lm.config.run import RunConfig
 from smupar.lm.data import batches as data
 from smupar.lm.data.shards import Tokens
-from smupar.lm.model.gpt import GPT, build, ends_of_branches, use_plain_attention
+from smupar.lm.model.gpt import GPT, AttentionKernel, build, ends_of_branches, use_attention
 from smupar.lm.run import checkpoint
 from smupar.lm.run.distributed import World
 from smupar.lm.run.dynamics import make_stacked_sparsifier, read_trace
@@ -27,11 +27,12 @@ from smupar.lm.run.step import next_token_loss
 from smupar.model.parameterize import add_missing_branches
 from smupar.output.files import write_atomic
 from smupar.plan.plan import Plan, PlanWarning
+from smupar.updates.law import parse_law
 from smupar.updates.stacked import StackedUpdates
 from smupar.updates.trace import Trace
 
-# What the runs of a stack may differ in: the stack reads these fields from each run's own configuration, by ``build`` (model,
-# plan, masks), ``hyperparameters``, ``lr_share``, ``_batch`` or what moves (``lm/run/dynamics``). Others are in ``stack_key``.
+# Fields in which the runs of a stack may differ. ``build`` (model, plan, masks), ``hyperparameters``, ``lr_share``, ``_batch``
+# and ``lm/run/dynamics`` read these from each run's own configuration. All other fields are in ``stack_key``.
 STACKABLE_FIELDS: tuple[str, ...] = (
     *(
         "rule",
@@ -48,6 +49,8 @@ STACKABLE_FIELDS: tuple[str, ...] = (
     *("dynamic", "mask_every", "mask_stop", "drop_fraction", "correction", "follow"),
     *("lr", "rest_lr", "eps", "eps_scaling", "weight_decay", "decay", "decayed", "clip", "schedule", "warmup", "seed"),
 )
+
+_FUSED_FROM = 256  # tokens of a sequence
 
 
 def stack_key(config: RunConfig) -> str | None:
@@ -67,7 +70,8 @@ def stack_key(config: RunConfig) -> str | None:
 
 
 class GPTStack:
-    """``step(n)`` does step n of every run and returns their losses. ``refill`` starts with other runs of the same key."""
+    """``step(n)`` does step n of every run and returns their losses. ``refill`` starts again with other runs of the same
+    key."""
 
     def __init__(
         self,
@@ -77,15 +81,15 @@ class GPTStack:
         *,
         compile: bool | None = None,  # noqa: A002 (torch's word)
         own_batches: bool | None = None,
+        attention: AttentionKernel | None = None,
     ) -> None:
-        """``own_batches`` gives each run its own batch; it is the default if runs differ in their seed. It does not change when
-        a stack is refilled."""
+        """``own_batches`` gives each run its own batches; it is the default if seeds differ. Refilling a stack does not change
+        it."""
         self.corpus, self.device, self.world = corpus, device, World(0, 1, device, "ddp")
         first, on_gpu = configs[0], device.type == "cuda"
         models, plans = self._build(configs)
-        if on_gpu or first.dtype == "bf16":  # torch.func knows torch's fused kernels on the CPU in fp32 only
-            for model in models:
-                use_plain_attention(model)
+        for model in models:
+            use_attention(model, attention or fastest_attention(first, device))
         self.own_batches = len(self.seeds) > 1 if own_batches is None else own_batches
         self.num_parameters = sum(parameter.numel() for parameter in models[0].parameters())
         self.stack = Stack(
@@ -102,7 +106,7 @@ class GPTStack:
 
     def refill(self, configs: Sequence[RunConfig]) -> None:
         models, plans = self._build(configs)
-        assert self.own_batches or len(self.seeds) == 1, "a stack with one batch for all runs has one seed"
+        assert self.own_batches or len(self.seeds) == 1, "runs of a stack with shared batches must have one seed"
         self.stack.refill(models, plans, [hyperparameters(config) for config in configs])
         self._set_moving(plans)
 
@@ -110,7 +114,8 @@ class GPTStack:
         self.plans = plans
         first, traces = self.configs[0], [read_trace(config) for config in self.configs]
         measured = first.record or any(trace is not None for trace in traces)
-        self.updates = StackedUpdates(self.stack, plans, traces, first.steps, first.round_steps) if measured else None
+        self.law = parse_law(first.law)
+        self.updates = StackedUpdates(self.stack, plans, traces, first.steps, first.round_steps, self.law) if measured else None
         self.sparsifier = make_stacked_sparsifier(self.stack, plans, self.configs)
 
     @property
@@ -120,7 +125,7 @@ class GPTStack:
 
     @property
     def sparsities(self) -> list[float]:
-        """Share of each run's hidden weights that is zero at the moment."""
+        """The current share of zeros among each run's hidden weights."""
         if self.sparsifier is None:
             return [plan.hidden_sparsity for plan in self.plans]
         masks = [self.stack.tensors.masks[name].flatten(1) for name in self.stack.hidden]
@@ -132,12 +137,12 @@ class GPTStack:
 
     def _build(self, configs: Sequence[RunConfig]) -> tuple[list[GPT], list[Plan]]:
         with (
-            warnings.catch_warnings(action="ignore", category=PlanWarning),  # a study says once what it is about
-            # Drawing random numbers takes most of the time, and a model is drawn by one thread.
+            warnings.catch_warnings(action="ignore", category=PlanWarning),  # a study has already shown these warnings
+            # Drawing random numbers takes most of the time, and uses one thread for each model.
             ThreadPoolExecutor(min(len(configs), os.cpu_count() or 1)) as pool,
         ):
             built = list(pool.map(build, configs))
-        if configs[0].base_depth is not None:  # else a stack could not be refilled with runs of another depth rule
+        if configs[0].base_depth is not None:  # so that the stack can be refilled with runs of another depth rule
             for model, _ in built:
                 add_missing_branches(model, ends_of_branches(model))
         self.configs = list(configs)
@@ -145,8 +150,8 @@ class GPTStack:
         return [model.to(self.device) for model, _ in built], [plan for _, plan in built]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """A copy, in the host's memory, of what training has changed. A sparsifier has no further state: when masks move, and
-        what a round goes back to, follows from the configurations."""
+        """A copy, in the host's memory, of what training has changed. Sparsifiers have no other state: the configurations
+        determine when masks move and which weights a round rewinds to."""
         parts = {"stack": self.stack.state_dict()} | ({} if self.updates is None else {"updates": self.updates.state_dict()})
         return {
             f"{part}.{name}": tensor.detach().to("cpu", copy=True)
@@ -155,7 +160,7 @@ class GPTStack:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, num_steps: int) -> None:
-        """Goes on after so many steps of the same runs. The stack was made or refilled with them just before."""
+        """Continues after ``num_steps`` steps. The stack must have just been made or refilled with the same runs."""
 
         def part(name: str) -> dict[str, Tensor]:
             return {key.removeprefix(f"{name}."): tensor for key, tensor in state.items() if key.startswith(f"{name}.")}
@@ -165,7 +170,8 @@ class GPTStack:
             self.updates.load_state_dict(part("updates"))
 
     def save(self, folder: Path, summaries: Mapping[int, Summary]) -> None:
-        """Writes runs to folders named by their ids, for ``load_run``. ``summaries`` says how they ended, by their number."""
+        """Writes the runs into folders named by their ids, for ``load_run``. ``summaries`` has the summaries by the runs'
+        numbers."""
         self.stack.write_back()
         for number, summary in summaries.items():
             config, model = self.configs[number], self.stack.models[number]
@@ -184,7 +190,7 @@ class GPTStack:
     def step(self, step: int) -> Tensor:
         batch, shares = self._batch(self.corpus.train, step), [lr_share(step, config) for config in self.configs]
         if self.updates is not None:
-            self.updates.before(step, batch)
+            self.updates.before(step, self._batch(self.corpus.valid, step) if self.law.held_out else batch)
         if self.sparsifier is not None:
             self.sparsifier.before(step, batch)
         losses = self.stack.step(batch, shares)
@@ -195,7 +201,7 @@ class GPTStack:
         return losses
 
     def validate(self, *, until: Callable[[], bool] = lambda: False) -> list[float] | None:
-        """Mean loss of every run over the same validation batches; None if it was told to stop earlier."""
+        """The mean loss of every run over the same validation batches; None if ``until`` stopped it."""
         first = self.configs[0]
         total = torch.zeros(len(self.configs), dtype=torch.float64, device=self.device)
         for step in range(first.valid_batches):
@@ -219,6 +225,12 @@ class GPTStack:
         return data.batch(
             tokens, seed=seed, step=step, batch_size=first.batch_size, seq_len=first.seq_len, to=self.stack.upload
         )
+
+
+def fastest_attention(config: RunConfig, device: torch.device) -> AttentionKernel:
+    """How the attention of a stack is computed. On a GPU fused kernels want half precision, and short sequences do not need
+    them (`smupar bench attention`)."""
+    return "products" if device.type == "cuda" and (config.dtype != "bf16" or config.seq_len < _FUSED_FROM) else "fused"
 
 
 def hyperparameters(config: RunConfig) -> Hyperparameters:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from smupar.check.audit import audit
 from smupar.execute.compiler_cache import guard_compiler_cache
 from smupar.execute.cuda_graphs import Graphed, Upload, compile_static
+from smupar.execute.products import fast_products
 from smupar.execute.sparse.convert import StorageReport, sparsify_storage
 from smupar.lm.config.run import Execution, RunConfig
 from smupar.lm.data import batches as data
@@ -38,17 +39,17 @@ def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Stepper:
-    """``step(n)`` does step n of the run and returns its loss. The loss is a tensor, so that the GPU does not have to wait for
-    the host."""
+    """``step(n)`` does step n of the run and returns its loss as a tensor, so that the GPU does not have to wait for the
+    host."""
 
     def __init__(
         self, config: RunConfig, how: Execution, world: World, corpus: data.Corpus, trace: Trace | None = None
     ) -> None:
-        """``trace`` is the trace to follow; by default it is read from the file that ``config.follow`` names.
+        """``trace`` is the trace to follow; by default it is read from the file ``config.follow``.
 
-        The order matters. First weights take the form in which they are stored; then optimizers are built. The audit sees the
-        groups as planned, before measured updates and pruning give each hidden weight a group of its own. Both add hooks and
-        buffers, so DDP wraps the model after them; then it is compiled, and the whole step captured.
+        The order matters. Weights get their storage first, then optimizers are built. The audit comes before measured updates
+        and pruning, which give each hidden weight its own group. These also add hooks and buffers, so DDP wraps the model after
+        them. Then the model is compiled, and the whole step is captured.
         """
         self.config, self.configs, self.world, self.corpus = config, [config], world, corpus
         self.upload = Upload(world.device)
@@ -83,16 +84,22 @@ class Stepper:
         facts = facts_of(self.config.optimizer)
         refuse(self.config.prunes, f"a run that is pruned starts dense: leave out --storage {how.storage}")
         refuse(facts.mixes_entries, f"{facts.name} needs whole matrices: leave out --storage {how.storage}")
-        return sparsify_storage(
-            self.model,
-            self.plan,
-            backend=how.storage,
-            tokens=(self.rows[1] - self.rows[0]) // self.num_micro * self.config.seq_len,
-            passes=self.num_micro,
-            dtype=torch.bfloat16 if self.config.dtype == "bf16" else torch.float32,
-        )
+        with fast_products():  # as in the steps, for auto compares with them
+            return sparsify_storage(
+                self.model,
+                self.plan,
+                backend=how.storage,
+                tokens=(self.rows[1] - self.rows[0]) // self.num_micro * self.config.seq_len,
+                passes=self.num_micro,
+                dtype=torch.bfloat16 if self.config.dtype == "bf16" else torch.float32,
+                captured=how.graph,
+            )
 
     def _updates(self, trace: Trace | None) -> Recorder | Follower | None:
+        refuse(
+            self.config.law,
+            f"law {self.config.law!r} is for sweeps and `smupar reproduce controls`, which stack runs: leave it out",
+        )
         period = self.config.round_steps if self.config.mask_method.in_rounds else None
         on = (self.model, self.plan, self.optimizers)
         if trace is not None:
@@ -100,8 +107,8 @@ class Stepper:
         return record_updates(*on, period=period) if self.config.record else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of sparsifier and measured updates as JSON. Masks are in the model. The weights that IMP goes back to are
-        not saved, since a new model starts with them."""
+        """The state of sparsifier and measured updates as JSON. Masks are in the model. The weights that IMP rewinds to are not
+        saved, since a new model starts with them."""
         parts = {"updates": self.updates, "sparsifier": self.sparsifier, "observer": self.observer}
         return {
             name: {key: value for key, value in part.state_dict().items() if key != "weights"}
@@ -113,12 +120,12 @@ class Stepper:
         for name, part in (("updates", self.updates), ("sparsifier", self.sparsifier)):
             if part is not None:
                 part.load_state_dict(state[name])
-        if self.observer is not None and "observer" in state:  # else it begins now
+        if self.observer is not None and "observer" in state:  # otherwise observing begins now
             self.observer.load_state_dict(state["observer"])
 
     @property
     def sparsities(self) -> list[float]:
-        """Share of all hidden weights that is zero at the moment."""
+        """The current share of zeros among all hidden weights."""
         if self.sparsifier is None:
             return [self.plan.hidden_sparsity]
         sizes = {name: math.prod(self.plan[name].shape) for name in self.sparsifier.densities}
@@ -129,14 +136,14 @@ class Stepper:
         return [None if self.updates is None else self.updates.trace]
 
     def _seen(self) -> contextlib.AbstractContextManager[object]:
-        """Runs a step that is observed without compiled code, which has no hooks on gradients."""
+        """Runs an observed step without compiled code, which would skip the hooks on gradients."""
         looks = self.observer is not None and self.observer.is_due
         return torch.compiler.set_stance("force_eager") if looks and self.compiled else contextlib.nullcontext()
 
     def _compile(self, *, flex: bool) -> None:
         if flex:
             use_flex_attention(self.model, self.config.seq_len)
-        if self.world.sharded:  # a block at a time, so that its weights are gathered and freed around it
+        if self.world.sharded:  # one block at a time, so that FSDP2 can gather and free its weights around it
             guard_compiler_cache()
             for block in self.model.blocks:
                 block.compile(dynamic=False)
@@ -149,7 +156,7 @@ class Stepper:
             return self._update(*self._batch(self.corpus.train, self.config.seed, step)).clone()
 
     def _passes(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Makes the step: all micro-batches, then the optimizers, then masks that move."""
+        """Does the whole step: all micro-batches, then the optimizers, then the sparsifier."""
         total = torch.zeros((), device=self.world.device)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
@@ -169,7 +176,7 @@ class Stepper:
 
     @torch.no_grad()
     def validate(self, *, until: Callable[[], bool] = lambda: False) -> list[float] | None:
-        """Mean loss over the run's validation batches, the same ones each time; None if it was told to stop earlier."""
+        """The mean loss over the run's validation batches, the same ones each time; None if ``until`` stopped it."""
         total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         for step in range(self.config.valid_batches):
             if self.world.any(until())[0]:
@@ -194,13 +201,15 @@ class Stepper:
         )
 
     def _precision(self) -> contextlib.AbstractContextManager[object]:
+        """How the layers multiply."""
         if self.config.dtype == "bf16" and not self.world.sharded:  # shards are gathered in bf16 already
             return torch.autocast(self.world.device.type, torch.bfloat16)
-        return contextlib.nullcontext()
+        on_cpu = self.world.device.type == "cpu" and not self.world.sharded and not self.compiled
+        return fast_products() if on_cpu else contextlib.nullcontext()
 
 
 def _fitting(config: RunConfig, world: World) -> int:
-    if world.device.type != "cuda":  # the same everywhere, so that resumed runs have the same bits
+    if world.device.type != "cuda":  # the same on every CPU, so that resumed runs have the same bits
         return config.batch_size // world.size
     return fitting_micro_batch(
         config,
@@ -213,6 +222,6 @@ def _fitting(config: RunConfig, world: World) -> int:
 def _num_micro_batches(num_rows: int, micro_batch: int) -> int:
     refuse(
         num_rows % micro_batch,
-        f"a rank's {num_rows} sequences are no multiple of micro_batch {micro_batch}: choose a divisor",
+        f"the {num_rows} sequences of a rank are not a multiple of micro_batch {micro_batch}: choose a divisor",
     )
     return num_rows // micro_batch

@@ -1,5 +1,5 @@
-"""Tensors on disk, as safetensors that torch.distributed.checkpoint writes and reads: each rank handles its own shards. Files
-are hashed while they are written."""
+"""Tensors on disk, as safetensors. torch.distributed.checkpoint writes and reads them, each rank its own shards. Files are
+hashed while they are written."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from smupar.output.sums import Parts, parts_of
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> dict[str, Parts]:
-    """Writes tensors into a new folder. Returns the checksums of the files that this rank wrote, by their names."""
+    """Writes tensors into a new folder. Returns the checksums of the files that this rank wrote, by name."""
     files = _SummedFiles()
     if tensors:  # plain SGD has no state
         writer = HuggingFaceStorageWriter(str(folder), save_distributed=world.size > 1)
@@ -46,14 +46,15 @@ def stored_tensors(folder: Path) -> dict[str, TensorStorageMetadata]:
 
 
 def read_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Reads into these tensors."""
+    """Reads the stored values into these tensors."""
     if tensors:
         with _quiet():
             load_tensors(tensors, storage_reader=HuggingFaceStorageReader(str(folder)))
 
 
 class _SummedFiles(FileSystem):
-    """torch writes through this. A file is hashed in a thread while the operating system takes it, so this costs no time."""
+    """The file system that torch writes through. A thread hashes a file while the operating system writes it, so this costs no
+    time."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1)
@@ -75,7 +76,7 @@ class _SummedFiles(FileSystem):
 
 
 class _SummedStream:
-    """A file that hands on what is written to it."""
+    """A file that also passes on what is written to it."""
 
     def __init__(self, stream: IO[Any], hand_on: Any) -> None:
         self._stream, self._hand_on = stream, hand_on

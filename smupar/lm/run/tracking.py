@@ -1,6 +1,6 @@
-"""Sends the metrics of a run to TensorBoard and Weights & Biases too, the same rows to both.
+"""Sends the rows of a run to TensorBoard and Weights & Biases.
 
-A row is what metrics.jsonl gets. To add a tool, write a context manager that yields a function for rows, and add a flag to
+The rows are those of metrics.jsonl. To add a tool, write a context manager that yields a function for rows, and add a flag to
 ``Execution``.
 """
 
@@ -17,16 +17,16 @@ from smupar.lm.config.run import Execution, RunConfig
 from smupar.lm.run.metrics import Row
 from smupar.output.files import write_atomic
 
-_Sink = Callable[[dict[str, float], int], None]  # takes values by name, and their step
+_Sink = Callable[[dict[str, float], int], None]  # (metric -> value, step)
 
 
 @contextlib.contextmanager
 def tracked(
     path: Path, config: RunConfig, how: Execution, first: int, *, writes: bool = True
 ) -> Iterator[Callable[[Row], None]]:
-    """A function that hands rows to everything that ``how`` asks for, on the rank that writes. All of it is closed when the
-    block ends, however it ends."""
-    with contextlib.ExitStack() as opened:  # a sink that cannot be closed does not keep the others open
+    """Yields a function that sends rows to the tools that ``how`` asks for, on the rank that writes. The tools are closed when
+    the block ends, also after an error."""
+    with contextlib.ExitStack() as opened:  # if one sink cannot be closed, the others still are
         sinks: list[_Sink] = []
         if how.tensorboard and writes:
             sinks.append(opened.enter_context(_tensorboard(path, first)))
@@ -58,9 +58,9 @@ def _tensorboard(path: Path, first: int) -> Iterator[_Sink]:
 
 @contextlib.contextmanager
 def _weights_and_biases(path: Path, config: RunConfig) -> Iterator[_Sink]:
-    """Project, entity and mode are set as everywhere, by WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE."""
+    """Sends rows to Weights & Biases. WANDB_PROJECT, WANDB_ENTITY and WANDB_MODE work as usual."""
     try:
-        # Import names, not the module: without wandb, a folder of that name in the working directory would be imported.
+        # Imports names, not the module: if wandb is missing, `import wandb` would import its folder in the working directory.
         from wandb import Settings, init
         from wandb.errors import Error
     except ImportError as error:
@@ -88,7 +88,7 @@ def _weights_and_biases(path: Path, config: RunConfig) -> Iterator[_Sink]:
 
 
 def _id(path: Path) -> str:
-    """The id of this folder's run, the same when it goes on. The hash of the configuration is not enough, since two people may
+    """The id of this folder's run, the same after a resume. The hash of the configuration is not enough, since two people may
     run the same configuration."""
     file = path / "wandb" / "id"
     if not file.exists():

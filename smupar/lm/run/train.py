@@ -1,9 +1,9 @@
-"""``train(config, how)`` builds, trains and reports one run, on one process or many; the loop itself is in loop.py.
+"""``train(config, how)`` builds, trains and reports one run, on one process or many. The loop is in loop.py.
 
-If a run is started again with the same configuration and folder, it goes on from its last checkpoint, on a CPU with the same
-bits. Batches and scheduled learning rates are pure functions of (config, step), so a checkpoint is weights, masks, optimizer
-state and how far the run is: step, last losses, best validation. If masks move, or updates are measured or followed, a
-checkpoint also holds the state of these, since learning rates that follow a trace depend on earlier measurements.
+A run that is started again with the same configuration and folder continues from its last checkpoint, on a CPU with the same
+bits. Batches and scheduled learning rates are pure functions of (config, step), so a checkpoint holds weights, masks, optimizer
+state and progress: step, last losses, best validation. If masks move, or updates are measured or followed, it also holds their
+state, since learning rates that follow a trace depend on earlier measurements.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _NUM_VALIDATIONS = 5
 
 
 def train(config: RunConfig, how: Execution | None = None, *, shows: bool = True) -> Summary:
-    """Trains one GPT as configured: shows its plan and progress, leaves metrics and checkpoints in the run's folder. A study
-    that shows its own progress passes ``shows=False``."""
+    """Trains one GPT as configured. Shows its plan and progress, and writes metrics and checkpoints into the run's folder. A
+    study that shows its own progress passes ``shows=False``."""
     config, how = config.normalised, how or Execution()
     path = Path(how.out) if how.out else default_folder(config)
     with cpu_threads(how.threads), join(how) as world, Stop.on_signals() as stop:
         if not world.is_main:
-            world.wait()  # while the main rank looks at text and folder
+            world.wait()  # the main rank checks text and folder first
             return read_summary(path) or _train(
                 config, how, world, data.open_text(config, check=False), path, None, stop, shows
             )
@@ -58,8 +58,8 @@ def train(config: RunConfig, how: Execution | None = None, *, shows: bool = True
             if summary:
                 refuse(
                     summary.id != folder.config.id,
-                    f"{path / SUMMARY_FILE} is damaged (it is that of a run {summary.id}): delete it, and the same command "
-                    "writes it again",
+                    f"{path / SUMMARY_FILE} is damaged (it belongs to run {summary.id}): delete it, and run the same command "
+                    "to write it again",
                 )
                 say(f"{path} has ended already; for another run of the same configuration choose another --out")
             return summary or _train(folder.config, how, world, corpus, path, folder, stop, shows)
@@ -75,10 +75,10 @@ def _train(
     stop: Stop,
     shows: bool,
 ) -> Summary:
-    """Trains in ``path``; ``folder`` is None on all ranks but the main one, which writes."""
+    """Trains in ``path``. ``folder`` is None except on the main rank, which writes."""
     stepper = Stepper(config, how, world, corpus, read_followed(path))
     if folder:
-        folder.begin(config, corpus)  # only now: a configuration that cannot be built must not keep the folder
+        folder.begin(config, corpus)  # not earlier, since a configuration that cannot be built must not occupy the folder
     if shows:
         _say(world, _told(stepper, full=how.full))
     if world.is_main and config.few_moves_warning:
@@ -107,15 +107,16 @@ def _train(
 
 
 def _told(stepper: Stepper, *, full: bool) -> str:
-    """The plan, and how weights are kept."""
+    """The text about the plan, and about the storage of weights."""
     plan = str(stepper.plan) if full else f"{summary_of(stepper.plan)}\n--full prints every parameter"
     return plan if stepper.storage is None else f"{plan}\n{stepper.storage}"
 
 
 def _resumed(stepper: Stepper, path: Path, folder: RunFolder | None) -> Progress:
-    last, progress = _last_intact(path / "checkpoints", stepper.world), Progress()
+    last, progress, rows_checksum = _last_intact(path / "checkpoints", stepper.world), Progress(), None
     if last is not None:
         state = checkpoint.load(last, stepper.model, stepper.optimizers)
+        rows_checksum = state.pop("rows", None)
         checkpoint.refuse_other_run(last, state.pop("run", None), stepper.config.id)
         with checkpoint.named(last):
             stepper.load_state_dict(state.pop("moving", {}))
@@ -123,14 +124,15 @@ def _resumed(stepper: Stepper, path: Path, folder: RunFolder | None) -> Progress
         if stepper.observer is not None:
             stepper.observer.step = progress.step
     if folder:
-        # If losses wait for a row, the checkpoint's own step has no row yet.
-        progress.num_rows = folder.resume_metrics(progress.step - bool(progress.since_row), progress.num_rows)
+        # If losses are pending for a row, the checkpoint's own step has no row yet.
+        logged = progress.step - bool(progress.since_row)
+        progress.num_rows = folder.resume_metrics(logged, progress.num_rows, rows_checksum)
     return progress
 
 
 def _last_intact(folder: Path, world: World) -> Path | None:
-    """The last checkpoint without damage; None if there is no checkpoint. Damaged ones after it are set aside, each with a
-    line that names what is damaged. Raises if all are damaged."""
+    """The last intact checkpoint; None if there is no checkpoint. Damaged ones after it are set aside, each with a line that
+    names the damage. Raises if all are damaged."""
     damaged: list[tuple[Path, checkpoint.DamagedCheckpointError]] = []
     for step in reversed(checkpoint.steps_in(folder)):
         path = folder / checkpoint.folder_name(step)
@@ -139,7 +141,7 @@ def _last_intact(folder: Path, world: World) -> Path | None:
         except checkpoint.DamagedCheckpointError as error:
             damaged.append((path, error))
             continue
-        world.wait()  # until all ranks have looked
+        world.wait()  # until all ranks have checked it
         for bad, why in damaged:
             aside = checkpoint.set_aside(bad) if world.is_main else bad
             _say(world, f"the checkpoint {bad} is damaged ({why.reason}), and is now called {aside.name}: using step {step}")
@@ -151,14 +153,14 @@ def _last_intact(folder: Path, world: World) -> Path | None:
 
 
 def _doubt_checkpoint(folder: Path, first: int, world: World) -> None:
-    """Says that a checkpoint may be damaged, if a run went on from it and diverged before it saved again."""
+    """Warns that a checkpoint may be damaged, if the run resumed from it and diverged before the next save."""
     steps = checkpoint.steps_in(folder)
     if first and steps and steps[-1] == first:
         earlier = " or ".join(f"--from-step {step}" for step in [*reversed(steps[:-1]), 0])
         _say(
             world,
-            f"the run diverged before it saved again: the checkpoint of step {first}, from which it went on, may be damaged. "
-            f"The same command with {earlier} goes on from an earlier step",
+            f"the run diverged before it saved again, so the checkpoint of step {first}, from which it resumed, may be "
+            f"damaged. The same command with {earlier} resumes from an earlier step",
         )
 
 
@@ -168,7 +170,7 @@ def _say(world: World, text: str) -> None:
 
 
 class _FolderKeeper:
-    """Rows and checkpoints of one run go into its folder, rows also to the trackers."""
+    """Writes rows and checkpoints of one run into its folder, and sends rows to the trackers."""
 
     def __init__(
         self, stepper: Stepper, how: Execution, path: Path, folder: RunFolder | None, track: Callable[[Row], None], first: int
@@ -176,9 +178,10 @@ class _FolderKeeper:
         self.stepper, self.checkpoints, self.num_kept = stepper, path / "checkpoints", how.keep
         self.folder, self.track = folder, track
         self.steps, world = stepper.config.steps, stepper.world
-        # As is usual, 6 FLOPs count for each parameter and token.
-        peak = peak_flops(world.device, stepper.config.dtype, how.peak_tflops) * world.size
-        self.peak_speed = peak / (6 * stepper.num_parameters)
+        self.peak_speed: float | None = None  # a CPU has none that one would know, and other work would change what is measured
+        if world.device.type != "cpu" or how.peak_tflops:
+            peak = peak_flops(world.device, stepper.config.dtype, how.peak_tflops) * world.size
+            self.peak_speed = peak / (6 * stepper.num_parameters)  # the usual convention: FLOPs for each parameter and token
         self.done, self.loss, self.speed = first, math.nan, math.nan
 
     def show(self, done: int, loss: float, seconds: float) -> None:
@@ -186,10 +189,11 @@ class _FolderKeeper:
         self.speed = self.stepper.config.batch_size * self.stepper.config.seq_len / seconds
 
     def status(self) -> Status:
-        """What a display shows."""
+        """The status line."""
         words = [f"step {self.done} of {self.steps}"]
         if math.isfinite(self.speed):
-            words += [f"loss {self.loss:.3f}", f"{_short(self.speed)} tokens/s", f"{self.speed / self.peak_speed:.0%} of peak"]
+            words += [f"loss {self.loss:.3f}", f"{_short(self.speed)} tokens/s"]
+            words += [f"{self.speed / self.peak_speed:.0%} of peak"] if self.peak_speed else []
         return Status(self.done / self.steps, tuple(words), rank=(1, 0, 2, 3)[: len(words)])
 
     def log(self, index: int, row: Row) -> None:
@@ -201,6 +205,8 @@ class _FolderKeeper:
         [run], stepper = progress, self.stepper
         state = {name: value for name, value in asdict(run).items() if name != "step"}
         state |= {"run": stepper.config.id, "moving": stepper.state_dict()}
+        if self.folder:
+            state["rows"] = self.folder.rows_checksum
         checkpoint.save(self.checkpoints, run.step, stepper.model, stepper.optimizers, state, stepper.world)
         if stepper.world.is_main:
             checkpoint.prune(self.checkpoints, keep=self.num_kept, best=run.best_step)

@@ -1,1 +1,1 @@
-"""Uses of a trained model: load, generate, export and score. Also the coordinate check of the GPT."""
+"""Uses of a trained model: load, generate, export, score and verify. Also the coordinate check of the built-in GPT."""

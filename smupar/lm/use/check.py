@@ -39,7 +39,7 @@ def check_gpt(config: CheckConfig, *, lr: Mapping[str, float] | None = None) -> 
 
 
 def files_of(config: CheckConfig) -> list[str]:
-    """The files that a check leaves in its folder, the page first."""
+    """The files that a check writes into its folder, the page first."""
     return [name for name in ("check.html", "check.png", "check.json") if (Path(config.out) / name).exists()]
 
 
@@ -59,7 +59,7 @@ def _checked(config: CheckConfig, lr: Mapping[str, float] | None) -> Report:
     )
 
     def falling(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LambdaLR:
-        """Warm-up for a tenth of the run, and a learning rate that falls to zero."""
+        """A schedule with warm-up for a tenth of the run, and a learning rate that then falls to zero."""
         steps = config.whole_run or config.steps
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, 10 * (step + 1) / steps) * (1 - step / steps))
 

@@ -1,5 +1,5 @@
 """Exports a model as a folder to share. Every factor of the rule is folded into the weights, so that a plain GPT gives the same
-logits. A model card says what the model is, and what to be careful with."""
+logits. A model card describes the model and its risks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from smupar.lm.run.folder import read_facts, read_summary
 from smupar.lm.use.load import EXPORT_FORMAT, LoadedRun, load_run
 from smupar.model.csr import compress_export
 from smupar.model.parameterize import BRANCH, FACTOR, mask_of
-from smupar.output.files import refuse_existing, whole_folder
+from smupar.output.files import refuse_existing, whole_folder, write_atomic
 from smupar.output.json_files import write_sealed
 from smupar.output.sums import write_sums
 from smupar.plan.plan import PLAN_FILE
@@ -26,7 +26,7 @@ from smupar.plan.settings import refuse
 
 
 def export(config: ExportConfig) -> str:
-    """Writes the folder; returns a line that says what is in it."""
+    """Writes the folder. Returns a line about its content."""
     out = Path(config.out)
     refuse_existing(out)
     run = load_run(config.folder, best=config.best)
@@ -47,7 +47,7 @@ def export(config: ExportConfig) -> str:
     with whole_folder(out) as folder:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
         write_sealed(folder / "config.json", described)
-        (folder / "README.md").write_text(model_card(run), encoding="utf-8")
+        write_atomic(folder / "README.md", model_card(run))
         if (run.folder / TOKENIZER_FILE).exists():
             run.tokenizer.save(folder)
         # People edit the model card, so it has no checksum.
@@ -57,7 +57,7 @@ def export(config: ExportConfig) -> str:
 
 
 def is_of_transformers(config: ExportConfig) -> bool:
-    """Whether the folder was written by a Hugging Face model, for which the integration has an export of its own."""
+    """Whether a Hugging Face model wrote the folder; the integration has its own export for these."""
     if not (Path(config.folder) / PLAN_FILE).exists():
         return False
     refuse(

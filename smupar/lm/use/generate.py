@@ -1,7 +1,7 @@
-"""Sampling text, for one prompt or several at the same time.
+"""Samples text, for one prompt or several at the same time.
 
-A model is made ready for decoding first: factors of the rule are folded into the weights, so that no hook runs for each token,
-and layers keep only their non-zeros where that is faster.
+First the model is prepared for decoding: factors of the rule are folded into the weights, so that no hook runs at each token,
+and layers keep only their non-zeros if that is faster.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ from smupar.lm.use.export import folded
 from smupar.lm.use.load import is_of_transformers, load_model, load_transformers, num_positions
 from smupar.plan.settings import refuse
 
-_COLDEST = 1e-30  # below it logits divided by the temperature overflow fp32; the likeliest token is certain long before
+_COLDEST = 1e-30  # below this, logits divided by the temperature overflow fp32; long before, the likeliest token is certain
 
-Logits = Callable[
-    [Tensor], Tensor
-]  # takes the new tokens (texts, tokens); gives the logits of the next ones (texts, vocabulary)
+Logits = Callable[[Tensor], Tensor]  # new tokens (texts, tokens) -> logits of the next tokens (texts, vocabulary)
 
 
 @dataclass(frozen=True)
@@ -36,16 +34,17 @@ class Decoder:
     model: Any
     encode: Callable[[str], list[int]]
     decode: Callable[[list[int]], str]
-    vocab_size: int  # of the tokenizer; the extra ids of a padded vocabulary are never chosen
+    vocab_size: int  # the tokenizer's; the extra ids of a padded vocabulary are never chosen
     ends: int | None  # the token that ends a text
-    positions: int | None  # how many tokens the model has positions for; None: any number
-    begin: Callable[[Tensor | None], Logits]  # begins texts that have this many tokens of padding on their left
+    positions: int | None  # number of positions of the model; None: unlimited
+    begin: Callable[[Tensor | None], Logits]  # starts a batch of texts, given their numbers of padding tokens on the left
 
 
 def generate(config: GenerateConfig) -> Iterator[str]:
-    """Yields the prompt and then the generated text, piece by piece. Of several prompts, yields the whole texts, numbered."""
+    """Yields the prompt and then the generated text, piece by piece. For several prompts, yields the complete texts with their
+    numbers."""
     decoder = load_decoder(config)
-    prompts = [decoder.encode(prompt) for prompt in config.prompt]
+    prompts = [decoder.encode(_valid(prompt)) for prompt in config.prompt]
     for prompt in prompts:
         _check_prompt(prompt, decoder, config.tokens)
     if len(prompts) == 1:
@@ -89,7 +88,7 @@ def of_gpt(model: GPT) -> Callable[[Tensor | None], Logits]:
 
 
 class _OfTransformers:
-    """The logits of texts that grow, from a model of transformers."""
+    """Computes the logits of growing texts with a model of transformers."""
 
     def __init__(self, model: Any, padding: Tensor | None) -> None:
         self.model, self.padding, self.seen, self.past = model, padding, 0, None
@@ -109,6 +108,11 @@ class _OfTransformers:
         return out.logits[:, -1].float()
 
 
+def _valid(prompt: str) -> str:
+    """A prompt as text that UTF-8 can hold. Bytes on the command line that the locale could not decode are decoded here."""
+    return prompt.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+
+
 def _check_prompt(prompt: list[int], decoder: Decoder, num_tokens: int) -> None:
     vocabulary = decoder.model.get_input_embeddings() if hasattr(decoder.model, "get_input_embeddings") else None
     size = decoder.model.config.vocab_size if vocabulary is None else vocabulary.num_embeddings
@@ -117,7 +121,7 @@ def _check_prompt(prompt: list[int], decoder: Decoder, num_tokens: int) -> None:
     if decoder.positions is not None and len(prompt) + num_tokens > decoder.positions:
         room = decoder.positions - len(prompt)
         remedy = f"pass --tokens {room} or fewer" if room > 0 else "shorten the prompt"
-        raise ValueError(f"the model has positions for {decoder.positions} tokens, the prompt has {len(prompt)}: {remedy}")
+        raise ValueError(f"the model has positions for {decoder.positions} tokens, but the prompt has {len(prompt)}: {remedy}")
 
 
 # Tokens
@@ -141,7 +145,7 @@ def sample_texts(
     with torch.no_grad():
         logits_of = begin(torch.tensor(missing, device=device) if any(missing) else None)
     for _ in range(config.tokens):
-        with torch.no_grad():  # not around the yield: it would hold for whoever asks for tokens
+        with torch.no_grad():  # not around the yield, where it would also affect the caller
             tokens = choose(logits_of(tokens)[:, :vocab_size], config, rngs)
         yield tokens[:, 0].tolist()
 
@@ -161,8 +165,8 @@ def choose(logits: Tensor, config: GenerateConfig, rngs: list[torch.Generator]) 
 
 
 def _pieces(decoder: Decoder, prompt: list[int], tokens: Iterator[int]) -> Iterator[str]:
-    """The text in pieces. Only what follows the last piece is decoded for each token, with that piece before it, since a
-    tokenizer may treat the beginning of a text in its own way."""
+    """The text in pieces. For each token, only the text since the last piece is decoded, together with that piece, since a
+    tokenizer may treat the beginning of a text differently."""
     yield decoder.decode(prompt)
     ids, before, shown = list(prompt), max(0, len(prompt) - 1), len(prompt)
     for token in tokens:
@@ -178,7 +182,7 @@ def _pieces(decoder: Decoder, prompt: list[int], tokens: Iterator[int]) -> Itera
 
 
 def _since(decoder: Decoder, ids: list[int], before: int, shown: int) -> str:
-    """The text of the tokens from ``shown`` on; those from ``before`` on have been shown."""
+    """The text of the tokens from ``shown`` on. Tokens from ``before`` to ``shown`` are decoded with them, for context."""
     return decoder.decode(ids[before:])[len(decoder.decode(ids[before:shown])) :]
 
 

@@ -1,4 +1,4 @@
-"""Models from disk: the last checkpoint of a run, one of its checkpoints, or an export."""
+"""Loads models from disk: the last checkpoint of a run, a given checkpoint, or an export."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from smupar.plan.plan import PLAN_FILE, Plan, PlanWarning
 from smupar.plan.settings import refuse
 
 EXPORT_FORMAT = "smupar-gpt/1"
-_EXPORT_AGAIN = "export the run again, or get another copy"
+_EXPORT_AGAIN = "export the run again, or restore it from a copy"
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,13 @@ class LoadedRun:
 
 
 def load_run(folder: str | Path, *, device: torch.device | None = None, best: bool = False) -> LoadedRun:
-    """Loads the last checkpoint of a run, its best checkpoint, or the checkpoint whose folder is given."""
+    """Loads the last or the best checkpoint of a run, or the checkpoint whose folder is given."""
     path = resolved(Path(folder))
     run = path.parent.parent if path.parent.name == "checkpoints" else path
     config = read_config(run)
     chosen = path if run != path else checkpoint.latest(run / "checkpoints")
     if chosen is None or not chosen.is_dir():
-        raise FileNotFoundError(f"{path} has no checkpoint yet: train on, or give the folder of another run")
+        raise FileNotFoundError(f"{path} has no checkpoint yet: continue the run, or give the folder of another run")
     if best:
         step = checkpoint.read_state(chosen).get("best_step")
         chosen = chosen.with_name(checkpoint.folder_name(step)) if step is not None else chosen
@@ -83,7 +83,7 @@ def load_transformers(path: Path) -> tuple[Any, Any]:
     # transformers would load this folder without its factors, and without an error.
     refuse((path / PLAN_FILE).exists(), f"{path} needs the factors of its plan: smupar export {path} OUT, then use OUT")
     try:
-        # Without the last argument transformers asks at the terminal whether to run code that lies in the folder.
+        # Without the last argument transformers would ask at the terminal whether to run code from the folder.
         local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(path, **local)
         model: Any = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **local)
@@ -99,7 +99,7 @@ def is_of_transformers(path: Path) -> bool:
 
 
 def num_positions(model: Any) -> int | None:
-    """How many tokens a model of transformers has positions for; None if its config does not say."""
+    """The number of positions of a transformers model; None if its config does not say."""
     names = ("n_positions", "max_position_embeddings", "n_ctx")
     return next((getattr(model.config, name) for name in names if getattr(model.config, name, None)), None)
 
@@ -112,7 +112,7 @@ def is_export(path: Path) -> bool:
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """The content of config.json of a run, an export or a model of transformers; empty if there is no such file."""
+    """The content of config.json in the folder of a run, an export or a model of transformers; empty without that file."""
     try:
         return read_object(path / "config.json", remedy="")
     except ValueError:

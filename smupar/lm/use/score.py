@@ -1,9 +1,9 @@
-"""Computes loglikelihoods of texts for downstream tasks. This does not need the harness, so it also runs on a GPU machine
-without it. Requests come from one file, and scores go to another.
+"""Computes loglikelihoods of texts for downstream tasks. Requests come from one file, and scores go to another, so this can run
+on a GPU machine without the evaluation harness.
 
-It follows the harness's own ``HFLM``. Spaces at the end of a context belong to the continuation. Context and continuation are
-tokenised together, and the tokens after the context's tokens are the continuation's. A text that is too long is cut at its
-beginning.
+It does the same as the harness's own ``HFLM``. Spaces at the end of a context belong to the continuation. Context and
+continuation are tokenised together, and the tokens after the context's tokens belong to the continuation. A text that is too
+long is cut at its beginning.
 
 requests.jsonl   a header; then task, doc, index, context, continuation
 scores.jsonl     a header that names the model; then task, doc, index, key of the texts, loglikelihood, is_greedy
@@ -44,7 +44,7 @@ from smupar.output.files import resolved, write_atomic, writing
 from smupar.output.json_files import DamagedFileError, parse_json, read_text
 from smupar.plan.settings import refuse
 
-_AT_ONCE = 1024  # number of positions whose probabilities are in memory at a time
+_AT_ONCE = 1024  # number of positions whose probabilities are in memory at the same time
 REQUESTS_FORMAT, SCORES_FORMAT = "smupar-requests/1", "smupar-scores/1"
 
 
@@ -83,7 +83,7 @@ class ScoringModel:
     logits: Callable[[Tensor, Tensor, Tensor], Tensor]
     encode: Callable[[str], list[int]]
     encode_plain: Callable[[str], list[int]]  # without the token that some tokenizers add before a text
-    prefix: int | None  # token to use as context if the context is empty
+    prefix: int | None  # the token that replaces an empty context
     vocab_size: int
     positions: int | None  # the largest number of positions; None if there is no limit
     identity: dict[str, Any]  # identifies the model, in the header of the scores
@@ -168,7 +168,7 @@ def _fingerprint(model: nn.Module) -> str:
 def score(
     model: ScoringModel, requests: Iterable[ScoreRequest], config: ScoringConfig, device: torch.device
 ) -> Iterator[list[tuple[ScoreRequest, Score]]]:
-    """Yields scores batch by batch. The longest texts come first, so that a lack of memory shows at once. Texts that differ
+    """Yields scores batch by batch. The longest texts come first, so that a lack of memory shows immediately. Texts that differ
     only in their last token, such as yes and no, share a pass. The model is causal, so padding on the right changes nothing."""
     length = min(config.max_length, model.positions or config.max_length)
     asked: dict[tuple[int, ...], list[tuple[ScoreRequest, list[int]]]] = defaultdict(list)
@@ -219,11 +219,11 @@ def encode_pair(model: ScoringModel, request: ScoreRequest, length: int) -> tupl
     else:
         after = model.encode_plain(continuation)
         if model.prefix is None:
-            raise ValueError(f"{request.where} has no context, and the tokenizer no end-of-text token to stand for it")
+            raise ValueError(f"{request.where} has no context, and the tokenizer has no end-of-text token to replace it")
         before, after = (after[:1], after[1:]) if after[:1] == [model.prefix] else ([model.prefix], after)
     refuse(
         not 0 < len(after) <= length,
-        f"{request.where} has a continuation of {len(after)} tokens, the model takes 1 to {length}",
+        f"{request.where} has a continuation of {len(after)} tokens, but the model takes 1 to {length}",
     )
     largest = max(*before, *after)  # both have at least one token
     refuse(
@@ -237,7 +237,7 @@ def encode_pair(model: ScoringModel, request: ScoreRequest, length: int) -> tupl
 
 
 def score_file(folder: str, requests: str | Path, out: str | Path, config: ScoringConfig) -> str:
-    """Scores the requests that ``out`` does not have yet. Returns a line that says how many these were."""
+    """Scores the requests that ``out`` lacks. Returns a line with their number."""
     _, asked = read_requests(requests)
     path = Path(out)
     device = pick_device(config.device)

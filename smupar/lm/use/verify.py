@@ -1,6 +1,6 @@
-"""Compares what is on disk with its checksums: prepared text, runs and their checkpoints, exports, traces.
+"""Compares files with their checksums: prepared text, runs and their checkpoints, exports, traces.
 
-Everything is read, whatever its time says. An ``Inspection`` collects a line for each part that is wrong.
+Every file is read, even if its time has not changed. An ``Inspection`` collects a line for each damaged part.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from smupar.lm.run.folder import (
     read_config,
     read_facts,
     read_summary,
+    rows_until,
+    wrong_rows,
 )
 from smupar.lm.run.metrics import METRICS_FILE, damaged_rows
 from smupar.lm.use.load import is_export, read_export
@@ -38,7 +40,7 @@ from smupar.updates.trace import Trace
 
 @dataclass
 class Inspection:
-    """What has been looked at, and what is wrong with it."""
+    """What was inspected, and the damage."""
 
     wrong: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)  # files without checksums
@@ -48,7 +50,7 @@ class Inspection:
 
     @contextlib.contextmanager
     def part(self) -> Iterator[None]:
-        """What is wrong with a part is noted, and the others are looked at all the same."""
+        """Notes the damage of one part, so that the other parts are inspected too."""
         try:
             yield
         except (ValueError, OSError) as error:
@@ -104,7 +106,7 @@ def inspecting(path: Path) -> Iterator[Inspection]:
 
 
 def inspect(path: Path, found: Inspection) -> None:
-    """Looks at a folder of any kind that this package writes, or at the file of a trace."""
+    """Inspects any kind of folder that this package writes, or the file of a trace."""
     if not path.exists():
         raise FileNotFoundError(f"no file or folder {path}")
     if path.is_file():
@@ -121,11 +123,11 @@ def inspect(path: Path, found: Inspection) -> None:
         with found.part():
             found.sums(path, read_sums(path, remedy="get another copy"))
     else:
-        refuse(True, f"{path} is no run, study, checkpoint, export, trace or prepared text: name the folder of one")
+        refuse(True, f"{path} is not a run, study, checkpoint, export, trace or prepared text: name the folder of one")
 
 
 def inspect_run(path: Path, found: Inspection) -> RunConfig | None:
-    """Looks at the folder of a run, by ``train`` or in a study. Returns its configuration, if that can be read."""
+    """Inspects the folder of a run, made by ``train`` or by a study. Returns its configuration if it can be read."""
     found.counts["run"] += 1
     config = None
     with found.part():
@@ -142,24 +144,38 @@ def inspect_run(path: Path, found: Inspection) -> RunConfig | None:
     _metrics(path, found)
     with found.part():
         summary = read_summary(path)
+        if summary is None and (path / SUMS).exists():
+            found.wrong.append(f"{path / SUMMARY_FILE} is missing")
         if summary is not None:
             found.json_file(path / SUMMARY_FILE)
             if config is not None and summary.id != config.id:
-                found.wrong.append(f"{path}: {SUMMARY_FILE} is of another run ({summary.id}) than config.json ({config.id})")
+                found.wrong.append(
+                    f"{path}: {SUMMARY_FILE} belongs to another run ({summary.id}) than config.json ({config.id})"
+                )
             if (path / SUMS).exists():
-                found.sums(path, read_sums(path, remedy="the run must be done again"))
+                found.sums(path, read_sums(path, remedy="run it again"))
+            elif is_sealed(path / SUMMARY_FILE):
+                found.wrong.append(f"{path}: {SUMS} is missing")
     for step in checkpoint.steps_in(path / "checkpoints"):
         _checkpoint(path / "checkpoints" / checkpoint.folder_name(step), found)
     return config
 
 
 def _metrics(path: Path, found: Inspection) -> None:
-    file = path / METRICS_FILE
+    """The rows of a run that has ended have a checksum in sums.json, those of another in its last checkpoint."""
+    file, last = path / METRICS_FILE, checkpoint.latest(path / "checkpoints")
     if file.exists():
         with found.part():
             found.wrong += [f"{file}: line {number} is damaged" for number in damaged_rows(file)]
-    elif (path / SUMMARY_FILE).exists():
+    elif (path / SUMMARY_FILE).exists() or last:
         found.wrong.append(f"{file} is missing")
+    if file.exists() and last and not (path / SUMMARY_FILE).exists():
+        with contextlib.suppress(ValueError, OSError):  # a damaged checkpoint is named elsewhere
+            state = checkpoint.read_state(last)
+            step = state["step"] - bool(state.get("since_row"))
+            kept, damaged = rows_until(file, step)
+            if not damaged and (wrong := wrong_rows(kept, step, state.get("num_rows", 0), state.get("rows"))):
+                found.wrong.append(f"{file}: {wrong}")
 
 
 def _checkpoint(path: Path, found: Inspection) -> None:
@@ -180,7 +196,7 @@ def _export(path: Path, found: Inspection) -> None:
         if is_export(path):
             read_export(path)
         if (path / SUMS).exists():
-            found.sums(path, read_sums(path, remedy="export it again, or get another copy"))
+            found.sums(path, read_sums(path, remedy="export it again, or restore it from a copy"))
         elif is_export(path) and is_sealed(path / "config.json"):
             found.wrong.append(f"{path}: {SUMS} is missing")
         else:

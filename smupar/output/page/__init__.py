@@ -1,16 +1,16 @@
 """The page: one template for studies, runs, checks, reproductions and traces.
 
-What there is to show is a *document*, plain JSON that `document` describes: a sentence, answers, charts, a table of runs, how
-far they are, and the command that goes on. Whoever knows a thing makes its document: `study/view`, `check/coordinates/page`,
-`updates/page`, `paper/reproduce`, `watch/runs`. The template draws any of them, so there is one look, one set of controls and
-one place for keyboard, colours and downloads.
+A page shows a *document*, plain JSON that `document` describes: a sentence, answers, charts, a table of runs, their progress,
+and the command that continues them. `study/view`, `check/coordinates/page`, `updates/page`, `paper/reproduce` and `watch/runs`
+make documents. The template draws all of them, so there is one look, one set of controls, and one place for keyboard, colours
+and downloads.
 
-A page holds everything: documents, style, script and the plotting library (plotly.js, MIT, in assets). So it opens from a
-file system, needs no network, and its content-security policy forbids requests. ``write_page`` writes such a file;
-`smupar watch` serves the same page without documents, which then asks that server for them, and for nothing else.
+A page contains everything: documents, style, script and the plotting library (plotly.js, MIT, in assets). So it opens from a
+disk, needs no network, and its content-security policy forbids requests. ``write_page`` writes such a file. `smupar watch`
+serves the same page without documents; it requests them from that server, and nothing else.
 
-Texts of a document (names of runs, errors, paths) are data. They are escaped where they enter the page, and the script
-puts them into text nodes only.
+Texts of a document (names of runs, errors, paths) are data: they are escaped when the page is made, and the script puts them
+into text nodes only.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ def page(documents: Sequence[Document], *, live: bool = False) -> str:
         "PLOTLY": _plotly(),
         "SCRIPT": "".join(_asset(f"{name}.js") for name in _SCRIPTS),
     }
-    # In one pass, so that no text of a document is taken for a placeholder.
+    # One pass, so that text in a document is never taken for a placeholder.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("page.html"))
 
 
 def write_page(path: Path, document: Document) -> None:
-    """Writes the page of one document. Who opens it meanwhile sees the old page or the new one."""
+    """Writes the page of one document atomically."""
     write_atomic(path, page([document]))
 
 
 def read_page(path: Path) -> Document | None:
-    """The document of a page; None if the file is no page of this format."""
+    """The document of a page; None if the file is not a page of this format."""
     try:
         text = read_text(path, remedy="").partition(_BEFORE)[2].partition(_AFTER)[0]
         values = parse_json(text, source=str(path), remedy="")
@@ -62,7 +62,7 @@ def read_page(path: Path) -> Document | None:
 
 
 def embedded(values: object) -> str:
-    """JSON that can stand inside a script element: no text in it can end the element or begin another."""
+    """JSON for a script element, escaped so that no text in it can end the element."""
     text = json.dumps(values, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -74,5 +74,5 @@ def _asset(name: str) -> str:
 
 @cache
 def _plotly() -> str:
-    """The plotting library, compressed, so that a page is half as large. Browsers unpack it."""
+    """The plotting library, compressed, which halves the size of a page. Browsers unpack it."""
     return base64.b64encode(gzip.compress(_asset("plotly-basic.min.js").encode(), mtime=0)).decode()

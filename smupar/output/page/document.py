@@ -1,4 +1,4 @@
-"""What a page shows, as JSON. Numbers that do not exist (the loss of a run that diverged or has not ended) are None."""
+"""The JSON that a page shows. Numbers that do not exist, such as the loss of a diverged run, are None."""
 
 from __future__ import annotations
 
@@ -12,61 +12,61 @@ Tone = Literal["good", "bad", "unclear", "plain"]
 
 class ChartPoint(TypedDict):
     x: float
-    y: float | None  # None if it is not known, or diverged
-    runs: list[str]  # ids, which lead to the runs' rows; empty if the point is not made of runs
-    spread: NotRequired[list[float]]  # the values of single seeds, if y is the mean of several
+    y: float | None  # None if it is unknown or diverged
+    runs: list[str]  # ids of the runs behind the point; the page links to their rows
+    spread: NotRequired[list[float]]  # each seed's value, if y is a mean over seeds
     text: NotRequired[str]
 
 
 class Optimum(TypedDict):
     x: float
     y: float
-    low: float | None  # the optimum lies between low and high. None: it may lie beyond the grid
+    smooth: float  # x of the minimum between points; x itself at the edge
+    low: float | None  # the optimum lies between low and high; None if it may lie beyond the grid
     high: float | None
-    is_final: bool  # False while a run that may move it has not ended
+    is_final: bool  # False until all runs that may move it have ended
 
 
 class ChartLine(TypedDict):
     label: str
     points: list[ChartPoint]
-    shade: float  # from 0 to 1: how much it is the subject. The last line of a family has its full colour
+    shade: float  # 0 to 1: strength of the colour. The line that matters most has 1
     is_reference: bool  # drawn in grey and dashed
     is_joined: bool
     best: Optimum | None
-    rule: NotRequired[str]  # the title of a rule, if it differs from the chart's
+    rule: NotRequired[str]  # title of its rule, if that differs from the chart's
 
 
 class Chart(TypedDict):
     title: str
-    rule: str  # the title of the rule whose colour it has; "" for none
+    rule: str  # title of the rule that gives the colour; "" for none
     x_label: str
     y_label: str
     log_x: bool
     log_y: bool
     lines: list[ChartLine]
-    marked: NotRequired[tuple[float, str]]  # x of a vertical line, and what it is
-    shift: NotRequired[tuple[float, float]]  # x of two optima, the first that of the reference
+    marked: NotRequired[tuple[float, str]]  # x of a vertical line, and its label
     falls: NotRequired[bool]  # whether x falls from left to right
-    whole_y: NotRequired[bool]  # whether every value is shown, and not only those near the best
+    whole_y: NotRequired[bool]  # whether all values are shown, or only those near the best
     group: NotRequired[str]  # charts of one group share their y axis
 
 
 class Answer(TypedDict):
-    """One card: what came out for one rule, or for the whole."""
+    """A card: the result for one rule, or for the whole study."""
 
     name: str
     value: str  # short: a factor, PASS, a loss
     text: str
     tone: Tone
-    rule: str  # its title, for the colour; "" for none
+    rule: str  # title of its rule, for the colour; "" for none
 
 
 class PageTable(TypedDict):
     title: str
     columns: list[str]
-    rows: list[list[Any]]  # with "id" and "state" among the columns, rows are runs
+    rows: list[list[Any]]  # if "id" and "state" are among the columns, rows are runs
     varied: list[str]  # the columns in which rows differ, most important first
-    numeric: list[str]  # those of them that are numbers, to draw over
+    numeric: list[str]  # those of them that are numbers, for the x axis of a chart
 
 
 class Worker(TypedDict):
@@ -75,7 +75,7 @@ class Worker(TypedDict):
     name: str  # host and process
     device: str
     state: Literal["running", "stalled", "stopped"]
-    seen: float  # seconds since the epoch: its last sign of life
+    seen: float  # time of its last sign of life, in seconds since the epoch
     runs: int
     tokens_per_second: float | None
 
@@ -86,7 +86,7 @@ class PageProgress(TypedDict):
     waiting: int
     diverged: int
     stalled: int
-    total: int | None  # None if it is not known how many there will be
+    total: int | None  # None if the number is unknown
     seconds_left: float | None
     tokens_per_second: float | None
     workers: list[Worker]
@@ -96,16 +96,16 @@ class Document(TypedDict):
     kind: Literal["study", "runs", "check", "reproduction", "trace"]
     title: str
     headline: str  # the answer in one line
-    sentence: str  # the answer with its numbers and doubts
+    sentence: str  # the answer with numbers and doubts
     answers: list[Answer]
     charts: list[Chart]
     table: PageTable | None
     progress: PageProgress | None
     curves: dict[str, list[list[float | None]]]  # run id -> rows of step, loss, and validation loss where it was measured
-    command: str  # makes it, or goes on with it
+    command: str  # makes this, or continues it
     folder: str
-    details: list[tuple[str, str]]  # titles and plain texts, folded away
-    is_live: bool  # whether it may still change
+    details: list[tuple[str, str]]  # title and plain text of each folded section
+    is_live: bool  # whether the document may still change
     made: float  # seconds since the epoch
 
 

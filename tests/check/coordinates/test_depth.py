@@ -74,6 +74,13 @@ def test_the_same_places_are_measured_at_every_depth(completep):
     assert {one.kind for one in completep.readings if one.place == "blocks.1"} == {"block"}
 
 
+def test_gradient_of_a_block_is_compared_where_the_first_of_its_blocks_begins():
+    # With embeddings this small, the first block decides how large the residual stream is, and with it the gradients there.
+    report = check(init_std={"embedding.weight": 0.02, "*": 0.18}, lr=2**-9)
+    slopes = [one for one in report.slopes if (one.place, one.quantity, one.step) == ("blocks.0", GRAD_X, 1)]
+    assert [abs(one.slope) < 0.2 for one in slopes] == [True]
+
+
 def test_no_factor_fails_and_the_remedy_is_a_depth_rule():
     report = check(depth="none", branches=None)
     assert not report.ok
@@ -123,6 +130,9 @@ def test_sizes_are_divided_by_the_plans_own_factors(rule, alpha):
     assert layers.place("blocks.5.down") == "blocks.1.down"
     assert layers.place(stream) == "blocks.1"
     assert not layers.is_measured("blocks.6.down")
+    # The first of the four blocks begins, and the last ends, at the same share of the depth as the base's second block.
+    assert layers.firsts == {"blocks.0": "blocks.3", "blocks.4": "blocks.7"}
+    assert layers.place("blocks.4") == layers.place(stream) == "blocks.1"
     assert all(parameter.grad is None for parameter in model.parameters())
 
 

@@ -50,7 +50,7 @@ REFUSED = [
     ({"make_model": lambda width: Fork(min(width, 16)), "widths": (16, 32), "densities": (1,)}, "same shapes"),
     (
         {"batches": batches_of(3), "steps": 5},
-        r"batches ran out: 5 steps need as many batches, there are 3; pass more, or fewer",
+        r"batches ran out: 5 steps need as many batches, but there are 3; pass more batches, or fewer",
     ),
     *(
         ({"batches": batches_of(3), **nothing}, NO_STEPS)

@@ -53,7 +53,7 @@ class Exploding(torch.optim.AdamW):
 
 
 def test_fewer_batches_than_the_horizon_are_refused():
-    with pytest.raises(ValueError, match="batches ran out: 30 steps need as many batches, there are 24"):
+    with pytest.raises(ValueError, match="batches ran out: 30 steps need as many batches, but there are 24"):
         check(24, horizon=30)
 
 

@@ -424,10 +424,11 @@ def test_kernel_that_fails_shows_at_once_and_leaves_the_model_as_it_was(monkeypa
     train(model, adamw(model, plan), 2)
 
 
-def test_auto_times_every_backend_that_can_hold_a_layer():
+@pytest.mark.parametrize("captured", [False, True])
+def test_auto_times_every_backend_that_can_hold_a_layer(captured):
     mask = drawn("block-128", (1024, 1024), Fraction(1, 32))
     layer = nn.Linear(1024, 1024, bias=False).to(GPU)
-    timing = auto.timing_of(layer, mask, ["csr", "block"], auto.Work(1024, dtype=HALF), {})
+    timing = auto.timing_of(layer, mask, ["csr", "block"], auto.Work(1024, dtype=HALF, captured=captured), {})
     assert timing.failures == {}
     assert timing.seconds.keys() == {"dense", "csr", "block"}
 

@@ -81,7 +81,7 @@ def test_tiles_have_as_many_tokens_as_shared_memory_holds(monkeypatch, gpu, expe
         assert shared_bytes(size, tokens or 8) <= SHARED[gpu] or tokens is None
     assert tile_tokens(8224, GPU) is None
     said = Tiles().refusal(torch.zeros(32, 8192, dtype=torch.bool))
-    assert said is None if expected[-1] else f"149504 bytes of shared memory, this GPU has {SHARED[gpu]}" in said
+    assert said is None if expected[-1] else f"149504 bytes of shared memory, but this GPU has {SHARED[gpu]}" in said
 
 
 def test_off_a_gpu_tiles_are_those_of_a_hopper():
@@ -378,8 +378,8 @@ def test_backends_on_a_gpu_want_bfloat16_activations(monkeypatch):
 
 def test_devices_without_a_kernel_say_what_is_missing(monkeypatch):
     assert missing("csr", torch.device("cpu")) is None
-    assert "runs on a CPU or an NVIDIA GPU, the model is on mps" in missing("csr", torch.device("mps"))
-    with pytest.raises(ValueError, match="'block' needs an NVIDIA GPU, the model is on cpu: use 'csr' there"):
+    assert "runs on a CPU or an NVIDIA GPU, but the model is on mps" in missing("csr", torch.device("mps"))
+    with pytest.raises(ValueError, match="'block' needs an NVIDIA GPU, but the model is on cpu: use 'csr' there"):
         kernel_of("block", torch.device("cpu"))
     monkeypatch.delattr(torch.cuda, "_compile_kernel", raising=False)
     assert "torch.cuda._compile_kernel" in gpu.missing(GPU)

@@ -207,7 +207,7 @@ def test_without_a_cache_nothing_is_left_in_the_temporary_folder(places, tmp_pat
         (folder / "kernel.so").touch()
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert "the kernel is compiled for this process alone" in load()[0]
+    assert "the kernel is compiled for this process only" in load()[0]
     assert list(places[1].iterdir()) == [other]  # of a process that lives
 
 

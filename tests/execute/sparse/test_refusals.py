@@ -70,7 +70,7 @@ REFUSED = {
     ),
     "tied weight": (lambda: made(tied, 32), "csr", "tied to another layer"),
     "half precision": (lambda: parameterized(dtype=torch.float16), "csr", r"'mix.weight'.*torch.float16"),
-    "plan of another model": (of_another_model, "csr", "of another model or width"),
+    "plan of another model": (of_another_model, "csr", "belongs to another model or width"),
     "no plan in the model": (planned_only, "csr", "not parameterized"),
     "no masks": (lambda: parameterized(1.0), "csr", "has a mask"),
 }

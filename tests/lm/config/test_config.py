@@ -45,13 +45,13 @@ def test_bad_model_raises_with_a_remedy(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"base_width": 48}, "base width 48 is not a multiple of head_dim 32: .* choose another --base-width or --head-dim"),
+        ({"base_width": 48}, "base width 48 is not a multiple of head_dim 32, .*: choose another --base-width or --head-dim"),
         ({"sparsity": 1.0}, r"sparsity must lie in \[0, 1\), got 1.0: 0.75 keeps a quarter"),
         ({"sparsity": -0.1}, r"sparsity must lie in \[0, 1\)"),
         ({"sparsity": math.nan}, r"sparsity must lie in \[0, 1\)"),
         ({"steps": 0}, "steps must be a positive whole number, got 0"),
         ({"batch_size": 0}, "batch_size must be a positive whole number"),
-        ({"lr": -1.0}, "lr must be a number from 0 on, got -1.0"),
+        ({"lr": -1.0}, "lr must be a number, at least 0, got -1.0"),
         ({"betas": (0.9, 1.0)}, r"betas must lie in \[0, 1\), got \(0.9, 1.0\)"),
         ({"betas": (math.inf, 0.9)}, r"betas must lie in \[0, 1\)"),
         ({"clip": 0.0}, "clip must be a number above 0, got 0.0: leave it out for no clipping"),

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from smupar.lm.data import shards
 from smupar.lm.data.shards import ShardIndex, ShardWriter, TokenizerInfo, Tokens, open_tokens, read_index, token_dtype, verify
 from smupar.output.files import write_atomic
 from smupar.output.json_files import read_object, sealed_json
@@ -132,21 +133,35 @@ def test_changed_shard_is_found_also_behind_a_remembered_hash(tmp_path):
     assert "tokens-00000.bin has changed since it was prepared" in _message(verify, tmp_path / "out")
 
 
-def test_verified_shard_is_not_hashed_again(tmp_path):
-    # Same size and time: only hashing could tell, and that is what is saved.
+@pytest.mark.parametrize("small", [0, 1 << 30])
+def test_shard_that_is_changed_and_gets_its_old_time_is_noticed(tmp_path, monkeypatch, small):
+    """A small text is read; a large one has another time of change in the file system."""
+    monkeypatch.setattr(shards, "_SMALL", small)
     _made(tmp_path / "out")
     verify(tmp_path / "out")
+    assert (tmp_path / "out" / "verified.json").exists() == (small == 0)
     shard = tmp_path / "out" / "tokens-00000.bin"
     stat = shard.stat()
     shard.write_bytes(bytes(stat.st_size))
     os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    verify(tmp_path / "out")
-    (tmp_path / "out" / "verified.json").unlink()
     assert "has changed" in _message(verify, tmp_path / "out")
 
 
+@pytest.mark.parametrize("small", [0, 1 << 30])
+def test_shard_is_hashed_once_by_a_process(tmp_path, monkeypatch, small):
+    """That of a large text once by all processes."""
+    monkeypatch.setattr(shards, "_SMALL", small)
+    _made(tmp_path / "out")
+    verify(tmp_path / "out")
+    hashed = []
+    monkeypatch.setattr(shards, "_hash_and_largest", lambda *each: hashed.append(each))
+    verify(tmp_path / "out")
+    assert hashed == []
+
+
 @pytest.mark.parametrize("content", ["{", "[1]", '{"tokens-00000.bin": 3}', "\x00"])
-def test_damaged_memory_of_hashes_is_ignored(tmp_path, content):
+def test_damaged_memory_of_hashes_is_ignored(tmp_path, monkeypatch, content):
+    monkeypatch.setattr(shards, "_SMALL", 0)
     _made(tmp_path / "out")
     (tmp_path / "out" / "verified.json").write_text(content)
     assert verify(tmp_path / "out").num_tokens == 24
@@ -157,7 +172,8 @@ def test_damaged_memory_of_hashes_is_ignored(tmp_path, content):
     }
 
 
-def test_folder_that_cannot_remember_is_hashed_each_time(tmp_path):
+def test_folder_that_cannot_remember_is_hashed_each_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "_SMALL", 0)
     _made(tmp_path / "out")
     (tmp_path / "out" / "verified.json").mkdir()  # refuses to be replaced, also for root
     assert verify(tmp_path / "out").num_tokens == 24

@@ -146,7 +146,7 @@ def test_bad_tokenizers_raise_one_line(tmp_path):
 
     assert "unknown tokenizer 'gpt3'" in message("gpt3")
     (tmp_path / "no.json").write_text('{"a": 1}')
-    assert "not a tokenizers JSON" in message(tmp_path / "no.json")
+    assert f"{tmp_path / 'no.json'}: no is not a tokenizers JSON" in message(tmp_path / "no.json")
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     assert "not text in UTF-8" in message(tmp_path / "binary.json")
     (tmp_path / "empty").mkdir()

@@ -108,7 +108,7 @@ def test_damaged_checkpoint_is_not_loaded_for_use(finished, tmp_path):
     flip_in_tensor(folder / "checkpoints/step-00000030" / OPTIMIZER, "norm.weight/exp_avg")
     assert load_run(folder).step == 30  # the optimizer's state is not needed for that
     flip_in_tensor(folder / "checkpoints/step-00000030" / MODEL, "embedding.weight")
-    with pytest.raises(ValueError, match=r"tensor embedding\.weight in model.*delete it, then the run goes on from step 27"):
+    with pytest.raises(ValueError, match=r"tensor embedding\.weight in model.*delete it, then the run continues from step 27"):
         load_run(folder)
     assert load_run(folder / LAST).step == 27
 
@@ -191,7 +191,7 @@ def test_run_that_diverges_after_it_went_on_doubts_its_checkpoint(finished, conf
     assert train(config, replace(HOW, out=str(folder))).status == "diverged"
     said = capsys.readouterr().err
     assert (
-        f"the checkpoint of step 27, from which it went on, may be damaged. The same command with --from-step {earlier[-1]}"
+        f"the checkpoint of step 27, from which it resumed, may be damaged. The same command with --from-step {earlier[-1]}"
         in said
     )
     assert train(config, replace(HOW, out=str(folder), from_step=earlier[-1])).status == "finished"
@@ -223,9 +223,9 @@ def test_damaged_line_of_metrics_is_named_and_the_others_stay(finished, config, 
     lines = file.read_bytes().split(b"\n")
     lines[3], lines[5], lines[7] = lines[3][:-9], b"\xff" + lines[5], b"[" * 100_000
     file.write_bytes(b"\n".join(lines))
-    with pytest.warns(UserWarning, match=r"metrics\.jsonl: line \d+ is damaged and is left out") as caught:
+    with pytest.warns(UserWarning, match=r"metrics\.jsonl: line \d+ is damaged and left out") as caught:
         train(config, replace(HOW, out=str(folder)))
-    assert [str(one.message).split(": ")[1] for one in caught] == [f"line {n} is damaged and is left out" for n in (4, 6, 8)]
+    assert [str(one.message).split(": ")[1] for one in caught] == [f"line {n} is damaged and left out" for n in (4, 6, 8)]
     whole = rows(finished[0])
     assert rows(folder) == [row for number, row in enumerate(whole) if number not in (3, 5, 7)]
 

@@ -39,12 +39,12 @@ def test_text_that_changed_since_the_start_is_refused(finished, config, tmp_path
 
 
 def test_folder_in_use_is_refused(config, tmp_path):
-    with locked(tmp_path / "run"), pytest.raises(ValueError, match="another process is at work"):
+    with locked(tmp_path / "run"), pytest.raises(ValueError, match="another process is working"):
         train(config, replace(HOW, out=str(tmp_path / "run")))
 
 
 def test_micro_batches_that_do_not_divide_raise(config, tmp_path):
-    with pytest.raises(ValueError, match="4 sequences are no multiple of micro_batch 3"):
+    with pytest.raises(ValueError, match="the 4 sequences of a rank are not a multiple of micro_batch 3"):
         train(config, replace(HOW, out=str(tmp_path / "run"), micro_batch=3))
 
 

@@ -255,7 +255,7 @@ def test_card_says_what_the_model_is_and_what_to_be_careful_with(runs, tmp_path)
 
 def test_existing_folder_is_refused_and_left_untouched(runs, tmp_path):
     (tmp_path / "mine.txt").write_text("mine")
-    with pytest.raises(ValueError, match="exists already: choose another folder, nothing is overwritten"):
+    with pytest.raises(ValueError, match="exists already and is not overwritten: choose another folder"):
         _exported(runs, "smupar-alibi", tmp_path)
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("mine.txt", "mine")]
 

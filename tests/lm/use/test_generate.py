@@ -135,6 +135,12 @@ def test_text_is_the_prompt_and_the_decoded_tokens(run, model):
     assert "".join(pieces) == bytes([*PROMPT, *tokens[:end]]).decode(errors="replace").rstrip("\ufffd")
 
 
+def test_bytes_that_the_locale_could_not_decode_are_read_as_utf_8(run):
+    said = "".join(generate(_config(run, prompt=("\udcc3\udc9f",), tokens=1)))
+    assert said == "".join(generate(_config(run, prompt=("ß",), tokens=1)))
+    assert "".join(generate(_config(run, prompt=("\udcff",), tokens=1))).startswith("\ufffd")
+
+
 def test_generation_from_a_run_and_from_its_checkpoint_agree(run):
     last = load_run(run).step
     checkpoint = f"{run}/checkpoints/step-{last:08d}"
@@ -222,7 +228,7 @@ def test_model_of_transformers_gives_the_text_of_its_own_generate(tmp_path):
         assert "".join(generate(_config(str(tmp_path), prompt="a b c", **options))) == expected[0]
         together = list(generate(_config(str(tmp_path), prompt=("a b c", "d"), **options)))
         assert [text.split("\n")[1] for text in together] == expected
-    with pytest.raises(ValueError, match="positions for 16 tokens, the prompt has 3: pass --tokens 13 or fewer"):
+    with pytest.raises(ValueError, match="positions for 16 tokens, but the prompt has 3: pass --tokens 13 or fewer"):
         next(generate(_config(str(tmp_path), prompt="a b c", tokens=14)))
 
 
@@ -250,7 +256,7 @@ def test_model_without_zeros_cannot_be_packed(tmp_path):
 def test_more_tokens_than_learned_positions_raise_with_the_number_left(tmp_path):
     folder = chain(tmp_path / "short", {97: 97}, positions="learned", context=10)
     assert "".join(generate(_config(folder, prompt="aaa", tokens=7, temperature=0.0))) == "a" * 10
-    with pytest.raises(ValueError, match="positions for 10 tokens, the prompt has 3: pass --tokens 7 or fewer"):
+    with pytest.raises(ValueError, match="positions for 10 tokens, but the prompt has 3: pass --tokens 7 or fewer"):
         list(generate(_config(folder, prompt="aaa", tokens=8)))
 
 

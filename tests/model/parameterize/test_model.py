@@ -115,7 +115,7 @@ def test_vectors_of_a_copied_or_loaded_model_keep_their_values(arrival):
 
 def test_fresh_values_for_a_model_that_was_never_written_come_with_a_warning():
     model = copy.deepcopy(Net())
-    with pytest.warns(smupar.PlanWarning, match="norms and biases.*get fresh values. Pass reset=True to say so") as seen:
+    with pytest.warns(smupar.PlanWarning, match="norms and biases.*get fresh values. Pass reset=True to confirm this") as seen:
         make(model=model)
     assert model.norms[0].weight.unique().tolist() == [1.0]
     assert any("reset=False" in str(warning.message) for warning in seen)

@@ -211,7 +211,7 @@ def test_frozen_matrix_inside_is_overwritten_with_a_warning():
         model[1].weight.requires_grad_(False)
         return model
 
-    with pytest.warns(smupar.PlanWarning, match="'1.weight' is frozen, but initialised all the same"):
+    with pytest.warns(smupar.PlanWarning, match="'1.weight' is frozen, but initialised anyway"):
         smupar.make_plan(make(32), base=make(8))
 
 
@@ -220,7 +220,7 @@ def test_readout_that_may_be_taken_for_hidden_is_named_before_it_is_made_sparse(
         layers = {"first": nn.Linear(8, width), "mix": nn.Linear(width, width)}
         return nn.ModuleDict({**layers, "policy": nn.Linear(width, 128), "value": nn.Linear(width, 1)})
 
-    with pytest.warns(smupar.PlanWarning, match="'policy.weight' is taken for hidden, and made sparse.*pass delta="):
+    with pytest.warns(smupar.PlanWarning, match="'policy.weight' is taken as hidden, and made sparse.*pass delta="):
         smupar.make_plan(make(64), base=make(64), density=0.25)
     assert not any("policy" in str(note) for note in smupar.make_plan(make(64), base=make(64)).notes)
 

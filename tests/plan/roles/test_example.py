@@ -518,7 +518,7 @@ FALLBACKS = {
     "another shape": (with_block(LowRank), torch.zeros(2, 3), "could not be run through base"),
     "another argument": (with_block(LowRank), {"tokens": TOKENS}, "could not be run through base"),
     "a model that cannot be copied": (with_block(Uncopyable), TOKENS, "could not be run through base.*this model has a lock"),
-    "another path at another width": (with_block(Wider), TOKENS, "takes another path through the model than through base"),
+    "another path at another width": (with_block(Wider), TOKENS, "takes different paths through model and base"),
 }
 
 

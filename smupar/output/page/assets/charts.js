@@ -24,7 +24,10 @@ function pointOf(point, line, chart, runs) {
 
 /** The range of y that charts of a group share: from the best to a bit above what is still of interest. */
 function yRange(charts, runs, isVisible, logY) {
-  const all = charts.flatMap((chart) => chart.lines.flatMap((line) => line.points.filter(isVisible).map((point) => point.y))).filter((y) => y !== null && (!logY || y > 0)).sort((a, b) => a - b);
+  const known = (charts) => charts.flatMap((chart) => chart.lines.flatMap((line) => line.points.filter(isVisible).map((point) => point.y)));
+  const soFar = () => [...runs.values()].map((row) => row.loss ?? null);
+  const usable = (ys) => ys.filter((y) => y !== null && (!logY || y > 0)).sort((a, b) => a - b);
+  const ended = usable(known(charts)), all = ended.length ? ended : usable(soFar());
   if (!all.length) return null;
   const whole = all.length <= 24 || charts.some((chart) => chart.whole_y);
   const low = all[0];
@@ -34,18 +37,20 @@ function yRange(charts, runs, isVisible, logY) {
   return [low - 0.08 * (high - low), high + 0.08 * (high - low)];
 }
 
-function ticks(values, isLog) {
+function ticks(values, isLog, name) {
+  const words = name.startsWith("density") ? (x) => (x < 1 && isPower(x) ? `1/${1 / x}` : number(x)) : (x) => power(Math.log2(x));
   const xs = [...new Set(values)].sort((a, b) => a - b);
   if (!isLog) return xs.length <= 8 ? { tickvals: xs, ticktext: xs.map((x) => number(x)) } : {};
   if (xs.length <= 12 && xs.every(isPower)) {
     const every = Math.ceil(xs.length / 8), kept = xs.filter((_, i) => i % every === 0);
-    return { tickvals: kept, ticktext: kept.map((x) => power(Math.log2(x))) };
+    return { tickvals: kept, ticktext: kept.map(words) };
   }
   if (xs.length <= 7) return { tickvals: xs, ticktext: xs.map((x) => number(x, 2)) };
   const [low, high] = [Math.log2(xs[0]), Math.log2(xs.at(-1))], every = Math.max(1, Math.ceil((high - low) / 7));
   const kept = [];
   for (let e = Math.ceil(low); e <= high; e += every) kept.push(2 ** e);
-  return kept.length > 1 ? { tickvals: kept, ticktext: kept.map((x) => (Math.abs(Math.log2(x)) > 3 ? power(Math.log2(x)) : number(x))) } : {};
+  const areShort = kept.every((x) => Math.abs(Math.log2(x)) <= 4);
+  return kept.length > 1 ? { tickvals: kept, ticktext: kept.map(areShort ? (x) => number(x) : words) } : {};
 }
 
 /** Ticks of a logarithmic y axis: 1, 2 and 5 times powers of ten, or powers of ten alone if there are many. */
@@ -91,7 +96,7 @@ function tracesOf(line, chart, index, context) {
   if (best && done.some((p) => p.x === best.x)) {
     const inside = best.low !== null, words = inside ? `lies between ${number(best.low)} and ${number(best.high)}` : line.is_joined ? "is at the edge of what has been run" : "";
     traces.push({ ...marks([{ x: best.x, runs: done.find((p) => p.x === best.x).runs, text: [plain([line.rule || chart.rule, line.label].filter(Boolean).join(", ")), `best ${plain(chart.x_label)} ${number(best.x)}${best.is_final ? "" : ", provisional"}`, words].filter(Boolean).join("<br>") }], () => best.y, { color: colour, size: context.isDense ? 11 : 15, symbol: inside || !line.is_joined ? "star" : "star-open", line: { color: inside || !line.is_joined ? css("--raised") : colour, width: 1.4 } }),
-      isStar: true, error_x: inside && !context.isDense ? { type: "data", symmetric: false, array: [best.high - best.x], arrayminus: [best.x - best.low], color: colour, thickness: 1.4, width: 4 } : undefined });
+      isStar: true, error_x: inside && !context.isDense && !context.hasRows ? { type: "data", symmetric: false, array: [best.high - best.x], arrayminus: [best.x - best.low], color: colour, thickness: 1.4, width: 4 } : undefined });
   }
   return traces;
 }
@@ -104,20 +109,48 @@ function withJoinedStars(traces) {
   return [...traces.filter((trace) => !trace.isStar), { ...stars[0], x: join((star) => star.x), y: join((star) => star.y), customdata: join((star) => star.customdata), text: join((star) => star.text), marker }];
 }
 
-/** The move of the optimum: a measure between the two, with the octaves over it; and a dotted line at the reference. */
-function moveOf(chart, logX) {
-  const shapes = [], annotations = [], at = (x) => x, on = (x) => (logX ? Math.log10(x) : x);
-  if (chart.marked) shapes.push({ type: "line", xref: "x", yref: "paper", x0: at(chart.marked[0]), x1: at(chart.marked[0]), y0: 0, y1: 1, line: { color: css("--strong-line"), width: 1.2, dash: "dot" } });
-  if (chart.shift && chart.shift[0] > 0 && chart.shift[1] > 0) {
-    const [from, to] = chart.shift, octaves = Math.log2(to / from), colour = ruleColour(chart.rule) || css("--text");
-    for (const line of [[from, to, 1.03, 1.03], [from, from, 1.01, 1.05], [to, to, 1.01, 1.05]]) shapes.push({ type: "line", xref: "x", yref: "paper", x0: line[0], x1: line[1], y0: line[2], y1: line[3], line: { color: colour, width: 2 } });
-    const words = `${octaves > 0 ? "+" : octaves < 0 ? "−" : ""}${Math.abs(octaves).toFixed(1)} octaves`;
-    annotations.push({ xref: "x", yref: "paper", x: on(Math.sqrt(from * to)), y: 1.05, yanchor: "bottom", text: words, showarrow: false, font: { size: 11.5, color: colour } });
-  }
-  return { shapes, annotations };
+// Above the curves there is a row for each: its optimum, the runs between which that lies, and its octaves from the reference.
+const ROW = 21, MOST_OPTIMA = 12;
+
+const hasRows = (chart, logX) => logX && chart.lines.length > 1 && chart.lines.length <= MOST_OPTIMA && chart.lines.every((line) => line.is_joined && !line.rule) && (Boolean(chart.marked) || chart.lines.some((line) => line.best));
+
+function octavesOf(best, reference) {
+  if (!reference || best.smooth === reference) return "";
+  const move = Math.log2(best.smooth / reference), rounded = Math.abs(move).toFixed(1);
+  const sign = rounded === "0.0" ? "" : move > 0 ? "+" : "−";
+  return `${sign}${rounded} octaves${best.low === null ? " or more" : ""}`;
 }
 
-function keyOf(line, chart, index, other) {
+/** Traces and labels of these rows, on the second y axis. */
+function rowsOf(chart, context, xRange) {
+  const traces = [], annotations = [], reference = chart.marked && chart.marked[0];
+  chart.lines.forEach((line, index) => {
+    const points = line.points.filter(context.isVisible), ended = points.filter((point) => point.y !== null), best = line.best;
+    if (!best || !ended.some((point) => point.x === best.x)) return;
+    const colour = lineColour(line, chart, index), at = ended.findIndex((point) => point.x === best.x), isInside = best.low !== null;
+    const low = best.low ?? ended[Math.max(0, at - 1)].x, high = best.high ?? ended[Math.min(ended.length - 1, at + 1)].x, y = chart.lines.length - 1 - index;
+    const symbol = isInside ? SYMBOLS[index % SYMBOLS.length] + (best.is_final ? "" : "-open") : at === 0 ? "triangle-left-open" : "triangle-right-open";
+    const words = octavesOf(best, reference), runs = ended[at].runs;
+    const text = [plain([line.rule || chart.rule, line.label].filter(Boolean).join(", ")), `optimum at ${plain(chart.x_label)} ${number(best.smooth)}${best.is_final ? "" : ", provisional"}`, isInside ? `between ${number(best.low)} and ${number(best.high)}` : "at the edge of what has been run", plain(words && `${words} from the reference`)].filter(Boolean).join("<br>");
+    traces.push({ ...marks([{ x: best.smooth, runs, text }], () => y, { color: colour, size: 9, symbol, line: { color: colour, width: 1.6 } }), yaxis: "y2", error_x: { type: "data", symmetric: false, array: [high - best.smooth], arrayminus: [best.smooth - low], color: colour, thickness: 1.5, width: 0 } });
+    const share = (Math.log10(high) - xRange[0]) / (xRange[1] - xRange[0]), isLeft = share > 0.7 || share < 0;
+    if (words) annotations.push({ xref: "x", yref: "y2", x: Math.log10(isLeft ? low : high), y, text: words, showarrow: false, xanchor: isLeft ? "right" : "left", xshift: isLeft ? -7 : 7, bgcolor: css("--raised"), borderpad: 0, font: { size: 11.5, color: colour } });
+  });
+  return { traces, annotations };
+}
+
+/** The axis of these rows. ``share`` is the part of the height that they take. */
+function axisOfRows(chart, share) {
+  const labels = chart.lines.map((line, index) => `<span style="color:${lineColour(line, chart, index)}">${plain(line.label)}</span>`).reverse();
+  return { domain: [1 - share, 1], range: [-0.6, labels.length - 0.4], tickvals: labels.map((_, i) => i), ticktext: labels, tickfont: { size: 12 }, showgrid: false, zeroline: false, showline: false, fixedrange: true, automargin: true };
+}
+
+/** A dotted line at the reference. */
+function lineAt(chart) {
+  return chart.marked ? [{ type: "line", xref: "x", yref: "paper", x0: chart.marked[0], x1: chart.marked[0], y0: 0, y1: 1, line: { color: css("--strong-line"), width: 1.2, dash: "dot" } }] : [];
+}
+
+function keyOf(line, chart, index, other, isNamedAbove) {
   const colour = lineColour(line, chart, index), ns = "http://www.w3.org/2000/svg", svg = document.createElementNS(ns, "svg");
   svg.setAttribute("viewBox", "0 0 26 12"); svg.setAttribute("aria-hidden", "true");
   const add = (tag, attributes) => { const part = document.createElementNS(ns, tag); for (const [k, v] of Object.entries(attributes)) part.setAttribute(k, v); svg.append(part); };
@@ -125,7 +158,7 @@ function keyOf(line, chart, index, other) {
   const shape = SYMBOLS[index % SYMBOLS.length], paint = { fill: other ? css("--raised") : colour, stroke: colour, "stroke-width": 1.4 };
   if (shape === "circle") add("circle", { cx: 13, cy: 6, r: 3.4, ...paint });
   else add("polygon", { points: { square: "10,3 16,3 16,9 10,9", diamond: "13,2 17,6 13,10 9,6", "triangle-up": "13,2 17,9.5 9,9.5", pentagon: "13,2 17,5 15.5,9.5 10.5,9.5 9,5", "triangle-down": "9,2.5 17,2.5 13,10", hexagon: "11,2.5 15,2.5 17,6 15,9.5 11,9.5 9,6", cross: "11.5,2 14.5,2 14.5,4.5 17,4.5 17,7.5 14.5,7.5 14.5,10 11.5,10 11.5,7.5 9,7.5 9,4.5 11.5,4.5" }[shape], ...paint });
-  return el("li", {}, svg, (other ? "compared: " : "") + line.label);
+  return el("li", { class: isNamedAbove ? "unseen" : "" }, svg, (other ? "compared: " : "") + line.label);
 }
 
 /** The frame of a chart: title, downloads, the plot, keys. It is kept when data changes, so that focus and zoom stay. */
@@ -166,6 +199,8 @@ function drawn(plot, traces, made, opens) {
   plot.opens = opens;
   const first = !plot.data;
   Plotly.react(plot, traces, made, CONFIG);
+  const size = plot._fullLayout;
+  if (Math.abs(size.width - plot.clientWidth) > 1 || Math.abs(size.height - plot.clientHeight) > 1) Plotly.Plots.resize(plot); // its frame has changed
   if (first) plot.on("plotly_click", (event) => {
     const ids = event.points[0] && event.points[0].customdata;
     if (ids && ids.length) plot.opens(Array.isArray(ids) ? ids : [ids]);
@@ -179,28 +214,33 @@ function drawCharts(grid, charts, others, context, frames) {
   if ([...grid.children].some((node, number) => !used[number] || used[number].node !== node) || grid.children.length !== used.length) grid.replaceChildren(...used.map((frame) => frame.node));
   grid.classList.toggle("single", charts.length === 1);
   grid.classList.toggle("threes", charts.length % 3 === 0);
+  grid.classList.toggle("twos", charts.length === 2 || charts.length === 4);
   used.forEach((frame) => frame.node.classList.toggle("tall", charts.length === 1));
   charts.forEach((chart, number) => {
     const frame = used[number], logX = context.logX ?? chart.log_x, logY = context.logY ?? chart.log_y;
     const beside = others.find((other) => (chart.rule ? other.rule === chart.rule : other.title === chart.title) && other.x_label === chart.x_label);
     const group = charts.concat(others).filter((each) => each.group === chart.group);
-    const range = yRange(group, context.runs, context.isVisible, logY), own = { ...context, logY, range, isDense: chart.lines.reduce((sum, line) => sum + line.points.length, 0) > 150 };
+    const above = hasRows(chart, logX), heightOf = charts.length === 1 ? 400 : 310;
+    const range = yRange(group, context.runs, context.isVisible, logY), own = { ...context, logY, range, hasRows: above, isDense: chart.lines.reduce((sum, line) => sum + line.points.length, 0) > 150 };
     const traces = chart.lines.flatMap((line, index) => tracesOf(line, chart, index, own)).concat(beside ? beside.lines.flatMap((line, index) => tracesOf(line, beside, index, { ...own, runs: context.otherRuns, isVisible: () => true, other: true })) : []);
     const xs = chart.lines.concat(beside ? beside.lines : []).flatMap((line) => line.points.map((point) => point.x)).filter((x) => !logX || x > 0);
     const low = Math.min(...xs), high = Math.max(...xs), room = logX ? Math.max(0.06 * Math.log10(high / low), 0.02) : Math.max(0.06 * (high - low), 1e-9);
     const ends = !xs.length ? undefined : logX ? [Math.log10(low) - room, Math.log10(high) + room] : [low - room, high + room];
+    const margin = { l: 52, r: 14, t: above ? 6 : 14, b: 44 }, rowsHeight = above ? ROW * chart.lines.length : 0;
+    const share = rowsHeight / (heightOf + rowsHeight - margin.t - margin.b), rows = above ? rowsOf(chart, own, ends) : { traces: [], annotations: [] };
+    frame.plot.style.height = above ? `${heightOf + rowsHeight}px` : "";
     const made = layout({
-      xaxis: axis(NAMES[chart.x_label] || chart.x_label, { type: logX ? "log" : "linear", range: ends && chart.falls ? ends.reverse() : ends, ...ticks(xs, logX) }),
-      yaxis: axis(chart.y_label, { type: logY ? "log" : "linear", range: range ? (logY ? range.map(Math.log10) : range) : undefined, nticks: 6, ...(logY ? logTicks(range) : {}) }),
-      uirevision: `${logX} ${logY}`, ...moveOf(chart, logX),
+      xaxis: axis(titled(chart.x_label), { type: logX ? "log" : "linear", range: ends && chart.falls ? ends.reverse() : ends, ...ticks(xs, logX, chart.x_label) }),
+      yaxis: axis(chart.y_label, { type: logY ? "log" : "linear", range: range ? (logY ? range.map(Math.log10) : range) : undefined, nticks: 6, ...(logY ? logTicks(range) : {}), ...(above ? { domain: [0, 1 - share - 0.03] } : {}) }),
+      ...(above ? { yaxis2: axisOfRows(chart, share) } : {}), margin, uirevision: `${logX} ${logY}`, shapes: lineAt(chart), annotations: rows.annotations,
     });
-    frame.title.textContent = NAMES[chart.title] || chart.title;
+    frame.title.textContent = titled(chart.title);
     const mark = ruleColour(chart.rule);
     frame.title.className = mark ? "" : "plain";
     if (mark) frame.title.style.setProperty("--mark", mark);
     frame.plot.setAttribute("aria-label", `${chart.title}. ${chart.y_label} over ${chart.x_label}, ${chart.lines.length} curves. Arrow keys go from point to point, Enter opens a run.`);
-    const keys = chart.lines.map((line, index) => keyOf(line, chart, index)).concat(beside ? beside.lines.map((line, index) => keyOf(line, beside, index, true)) : []);
+    const keys = chart.lines.map((line, index) => keyOf(line, chart, index, false, above)).concat(beside ? beside.lines.map((line, index) => keyOf(line, beside, index, true)) : []);
     frame.keys.replaceChildren(...keys.slice(0, 24), ...(keys.length > 24 ? [el("li", { class: "more" }, `and ${keys.length - 24} more`)] : []), ...(chart.marked && chart.marked[1] ? [el("li", { class: "more" }, `dotted: ${chart.marked[1]}`)] : []));
-    drawn(frame.plot, own.isDense ? withJoinedStars(traces) : traces, made, context.opens);
+    drawn(frame.plot, (own.isDense ? withJoinedStars(traces) : traces).concat(rows.traces), made, context.opens);
   });
 }

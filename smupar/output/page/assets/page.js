@@ -2,7 +2,7 @@
 
 const page = { source: null, key: null, doc: null, choices: new Map(), frames: new Map(), other: null, touched: 0 };
 
-const freshChoices = () => ({ filters: {}, colour: "", x: "", y: "loss", panel: "", logX: null, logY: null, curveLogX: false, curveLogY: false, sort: { column: null, falls: false }, allRows: false, compare: "" });
+const freshChoices = () => ({ filters: {}, colour: "", x: "", y: "loss", panel: "", logX: null, logY: null, curveLogX: false, curveLogY: false, curveSmooth: true, sort: { column: null, falls: false }, allRows: false, compare: "" });
 const choices = () => { if (!page.choices.has(page.key)) page.choices.set(page.key, freshChoices()); return page.choices.get(page.key); };
 
 /** The rows of a document's table as objects, by column and by run. */
@@ -46,7 +46,7 @@ function progressOf(doc) {
     if (p.workers.length) parts.push(el("ul", { class: "workers" }, p.workers.slice(0, 12).map((worker) => el("li", {}, el("span", { class: `state ${worker.state}` }, worker.state), ` on ${worker.device}: ${worker.runs} run${worker.runs === 1 ? "" : "s"} (${worker.name})${worker.state === "running" ? "" : `, last sign of life ${span(Date.now() / 1000 - worker.seen)} ago`}`))));
   }
   if (doc.command) {
-    const idle = p && p.done < p.total && !p.running && !p.stalled;
+    const idle = p && p.done < p.total && !p.running && !p.stalled && !p.workers.some((worker) => worker.state === "running");
     parts.push(el("div", { class: "command" }, el("span", { class: "note" }, idle ? "Nothing is running. Go on with" : "Command"), el("code", { tabindex: "0" }, doc.command), el("button", { type: "button", class: "quiet", id: "copy", onclick: (event) => copied(doc.command, event.target) }, "Copy")));
   }
   return parts.length ? el("div", { class: "progress" }, parts) : null;
@@ -87,7 +87,7 @@ function toolsOf(doc, table, redraw) {
   if (fields.length) tools.push(el("span", { class: "note" }, "Filter"), ...fields.filter((field) => field.values.length <= 60).map((field) => menuOf(field, chosen, redraw)));
   const set = (name) => (value) => { chosen[name] = value; redraw(); };
   if (fields.length) {
-    const names = fields.map((field) => [field.name, named(field.name)]), own = doc.charts.length ? [["", "as the study does"]] : [];
+    const names = fields.map((field) => [field.name, named(field.name)]), own = [["", doc.charts.length ? "as the study does" : "automatic"]];
     tools.push(selectOf("colour", "Colour by", [...own, ...names], chosen.colour, set("colour")));
     if (table.numeric.length) tools.push(selectOf("over", "Over", [...own, ...table.numeric.map((name) => [name, named(name)])], chosen.x, set("x")));
     if (chosen.colour || chosen.x || !doc.charts.length) tools.push(selectOf("panels", "A chart for each", [["", "one for all"], ...names], chosen.panel, set("panel")), selectOf("value", "Show", [["loss", "training loss"], ["valid_loss", "validation loss"]], chosen.y, set("y")));
@@ -177,7 +177,7 @@ function drawDocumentCharts(doc, table, rows) {
     charts = exploredCharts(rows, { x, y: chosen.y, panel, colour: chosen.colour || left.find((name) => name !== panel) || "" });
   }
   refill(parts.beside, other ? comparisonOf(doc, other) : null);
-  const words = (doc.kind === "study" ? "● finished: training loss, mean of the last 5 % of the steps   ○ waiting (at the bottom) or running (at its loss so far)   ✕ diverged   ▲ above the range. Click a point to see its run. " : "") + (charts.some((chart) => chart.lines.some((line) => line.best)) ? "★ best, and the bar in which it lies; hollow at the edge of what was run. " : "") + "Drag to zoom, double-click to go back; arrow keys walk through the points of a chart.";
+  const words = (doc.kind === "study" ? "● finished: training loss, mean of the last 5 % of the steps   ○ waiting (at the bottom) or running (at its loss so far)   ✕ diverged   ▲ above the range. Click a point to see its run. " : "") + (charts.some((chart) => chart.lines.some((line) => line.best)) ? "★ best run; hollow at the edge of what was run. " : "") + (charts.some((chart) => chart.marked && hasRows(chart, chart.log_x)) ? "Rows above the curves: the optimum of each curve, the bar in which it lies, and its octaves (factors of two) from the dotted line. " : "") + "Drag to zoom, double-click to go back; arrow keys walk through the points of a chart.";
   parts.chartNote.textContent = charts.length ? words : "";
   parts.chartSection.hidden = !charts.length && doc.kind !== "study";
   if (!charts.length) { refill(parts.grid, parts.chartSection.hidden ? null : el("p", { class: "empty" }, "There is nothing to draw yet. Points appear here as runs end; if nothing is running, start the command above.")); return; }
@@ -190,7 +190,7 @@ async function drawLossCurves(doc, table, rows) {
   const parts = page.parts, chosen = choices(), wanted = isOfRuns(table) ? chosenRuns(rows) : [];
   parts.curveSection.hidden = !isOfRuns(table) || doc.kind === "reproduction";
   if (parts.curveSection.hidden) return;
-  if (!parts.curveTools.children.length) refill(parts.curveTools, checkOf("curve-log-x", "log steps", chosen.curveLogX, (value) => { chosen.curveLogX = value; draw(); }), checkOf("curve-log-y", "log loss", chosen.curveLogY, (value) => { chosen.curveLogY = value; draw(); }));
+  if (!parts.curveTools.children.length) refill(parts.curveTools, checkOf("curve-log-x", "log steps", chosen.curveLogX, (value) => { chosen.curveLogX = value; draw(); }), checkOf("curve-log-y", "log loss", chosen.curveLogY, (value) => { chosen.curveLogY = value; draw(); }), checkOf("curve-smooth", "smooth", chosen.curveSmooth, (value) => { chosen.curveSmooth = value; draw(); }));
   const key = page.key, curves = await page.source.curves(key, wanted.map((row) => row.id)).catch(() => ({}));
   if (key !== page.key) return;
   const frame = frameOf("curves", page.frames), by = chosen.colour || (table.varied.includes("rule") ? "rule" : table.varied.find((name) => name !== "seed"));
@@ -198,7 +198,7 @@ async function drawLossCurves(doc, table, rows) {
   frame.plot.setAttribute("aria-label", "Loss over steps, a line for each run. Arrow keys go from point to point, Enter opens a run.");
   if (!Object.keys(curves).length) { refill(parts.curveGrid, el("p", { class: "empty" }, "No run has a loss to show yet. Curves appear with the first steps.")); return; }
   if (frame.node.parentNode !== parts.curveGrid) parts.curveGrid.replaceChildren(frame.node);
-  const colourOf = colourer(table, chosen.colour), count = drawCurves(frame, wanted, curves, { label: labelOf(table), colourOf, logX: chosen.curveLogX, logY: chosen.curveLogY, opens: open });
+  const colourOf = colourer(table, chosen.colour), count = drawCurves(frame, wanted, curves, { label: labelOf(table), colourOf, logX: chosen.curveLogX, logY: chosen.curveLogY, isSmooth: chosen.curveSmooth, opens: open });
   const seen = new Map(wanted.map((row) => [by ? shown(row[by]) : "runs", colourOf(row)]));
   frame.keys.replaceChildren(...[...seen].slice(0, 16).map(([text, colour]) => { const swatch = el("span", {}, "━ "); swatch.style.color = colour; return el("li", {}, swatch, text); }));
   const total = rows.filter((row) => row.state !== "waiting").length;

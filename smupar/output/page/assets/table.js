@@ -16,7 +16,7 @@ function sortedRows(rows, { column, falls }) {
 }
 
 function drawTable(place, table, rows, state, { opens, redraw }) {
-  const isNumber = new Set(table.columns.filter((name) => table.records.some((row) => typeof row[name] === "number")));
+  const isNumber = new Set(table.columns.filter((name) => table.records.every((row) => typeof (row[name] ?? 0) === "number")));
   const head = table.columns.map((name) => {
     const order = state.sort.column === name ? (state.sort.falls ? "descending" : "ascending") : "none";
     const sort = () => { state.sort = { column: name, falls: state.sort.column === name ? !state.sort.falls : false }; redraw(`sort-${name}`); };

@@ -7,6 +7,7 @@ const NAMES = {
 };
 const UNITS = { loss: "loss (nats per token)", valid_loss: "validation loss (nats per token)" };
 const named = (field) => NAMES[field] || field.replaceAll("_", " ");
+const titled = (text) => NAMES[text] || (/^[a-z_]+$/.test(text) ? named(text) : text); // a field's name, or a sentence
 const axisName = (field) => UNITS[field] || named(field);
 
 /** An element with attributes and children; strings become text nodes. */
@@ -66,12 +67,20 @@ const mix = (one, other, share) => {
   return "#" + a.map((value, i) => Math.round(value * (1 - share) + b[i] * share).toString(16).padStart(2, "0")).join("");
 };
 
-/** The colour of a line: the reference in grey; the family's colour, darker or lighter for lines that are less the subject. */
+// From dense to sparse. The same size has the same colour in every chart.
+const SIZES = { light: ["#440154", "#34549e", "#148880", "#469632", "#cd7300"], dark: ["#c4a7ff", "#6fb1f5", "#3fcabd", "#8ed66b", "#ffb454"] };
+
+/** A colour between the first and the last of SIZES, at a place from 0 to 1. */
+function sizeColour(place) {
+  const stops = SIZES[theme()], at = Math.min(Math.max(place, 0), 1) * (stops.length - 1), index = Math.min(Math.floor(at), stops.length - 2);
+  return mix(stops[index], stops[index + 1], at - index);
+}
+
+/** The colour of a line: grey for the reference; that of its rule, if lines are of different rules; otherwise that of its size. */
 function lineColour(line, chart, index) {
   if (line.is_reference) return css("--muted");
-  const family = ruleColour(line.rule || chart.rule);
-  if (!family) return SERIES[theme()][index % SERIES.light.length];
-  return mix(family, css("--text"), 0.62 * (1 - line.shade));
+  if (line.rule) return ruleColour(line.rule) || css("--muted");
+  return chart.rule || chart.marked ? sizeColour(line.shade) : SERIES[theme()][index % SERIES.light.length];
 }
 
 function copied(text, button) {

@@ -1,4 +1,4 @@
-"""What folders hold: studies, runs, pages of checks and reproductions, traces."""
+"""Finds studies, runs, pages and traces in folders, and keeps a document of each up to date."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from smupar.study.view import StudyView
 from smupar.updates.page import read_trace, trace_document
 from smupar.watch.runs import Runs
 
-_DEPTH = 4  # of folders below those that are named
-_LOOK_SECONDS = 5.0  # between looks for new studies
-_COST = 30.0  # a document is made again after this many times what it took, at the earliest
-# What reading damaged or half-written files may raise.
+_DEPTH = 4  # levels of folders that are searched below the named ones
+_LOOK_SECONDS = 5.0  # between searches for new sources
+_COST = 30.0  # a document is made again after this many times its own making time at the earliest
+# The errors that damaged or half-written files may raise.
 UNREADABLE = (ValueError, OSError, RecursionError, *WRONG_TYPES)
-_LONGEST_WAIT = 2.5  # seconds; so that a run that has ended appears within five
+_LONGEST_WAIT = 2.5  # seconds until a document may be made again, so that a finished run shows within five
 _PAGES = ("report.html", "check.html")
 
 
 class Source(Protocol):
-    """Something that has a document."""
+    """Files that have a document: a study, runs, a page or a trace."""
 
     @property
     def version(self) -> object: ...
@@ -79,7 +79,7 @@ class _FileSource:
 
 
 class PageSource(_FileSource):
-    """A page that a check or a reproduction has written: its document is inside."""
+    """A page that a check or a reproduction has written, with its document inside."""
 
     def document(self) -> Document:
         document = read_page(self.path)
@@ -104,8 +104,8 @@ class TraceSource(_FileSource):
         return []
 
 
-class Thing:
-    """A source that is served: its key, its folder, and its document, which is made again when it has changed."""
+class Entry:
+    """A source in the list that the page shows. Its document is made again when the source has changed."""
 
     def __init__(self, source: Source, folder: Path, name: str) -> None:
         self.source, self.folder = source, folder
@@ -115,7 +115,7 @@ class Thing:
         self._next = 0.0
 
     def document(self) -> dict[str, Any]:
-        """The document with its version. The last one, if it could not be made: files may be half written."""
+        """The document with its version. If files are half written, the last document that could be made."""
         with self.lock:
             try:
                 if self._made is None or time.monotonic() >= self._next:
@@ -127,7 +127,7 @@ class Thing:
             return {**self._made[1], "version": self._made[2]}
 
     def brief(self) -> dict[str, Any]:
-        """What a list says about it. Before the document has been made, that is its folder."""
+        """Its line in the list. Until the document has been made, the line has only the folder."""
         if self._made is None:
             return {"key": self.key, "title": "", "headline": "", "folder": str(self.folder), "is_live": False, "version": ""}
         document = self.document()
@@ -145,7 +145,7 @@ class Thing:
 
 
 class Watched:
-    """All things below some folders. New ones are found as they appear."""
+    """All sources below some folders, with new ones as they appear."""
 
     def __init__(self, folders: Sequence[str | Path]) -> None:
         self.folders = [Path(folder) for folder in folders]
@@ -153,7 +153,7 @@ class Watched:
             refuse(
                 not folder.is_dir(), f"{folder} is not a folder: name the folder of a study, a run, a check or a reproduction"
             )
-        self._things: dict[str, Thing] = {}
+        self._entries: dict[str, Entry] = {}
         self._looked = -_LOOK_SECONDS
         self._lock = threading.Lock()
         for folder in self.folders:
@@ -162,22 +162,22 @@ class Watched:
                 f"{folder} holds no study, run, check, reproduction or trace: name the folder of one, or a folder above it",
             )
 
-    def things(self) -> dict[str, Thing]:
-        """All things by key."""
+    def entries(self) -> dict[str, Entry]:
+        """All entries by key."""
         with self._lock:
             if time.monotonic() - self._looked >= _LOOK_SECONDS:
                 self._look()
                 self._looked = time.monotonic()
-            return dict(self._things)
+            return dict(self._entries)
 
     def _look(self) -> None:
-        found: dict[str, Thing] = {}
+        found: dict[str, Entry] = {}
         for folder in self.folders:
             for source, place, name in _found(folder):
-                thing = Thing(source, place, name)
-                old = self._things.get(thing.key)
-                found[thing.key] = old if old is not None and not _has_more_runs(old.source, source) else thing
-        self._things = found
+                entry = Entry(source, place, name)
+                old = self._entries.get(entry.key)
+                found[entry.key] = old if old is not None and not _has_more_runs(old.source, source) else entry
+        self._entries = found
 
 
 def _has_more_runs(old: Source, new: Source) -> bool:
@@ -185,7 +185,7 @@ def _has_more_runs(old: Source, new: Source) -> bool:
 
 
 def _found(folder: Path, depth: int = _DEPTH) -> Iterator[tuple[Source, Path, str]]:
-    """Sources in a folder and below, with their folders and names. A study's own folders are not looked into."""
+    """Sources in a folder and below it, each with its folder and name. Folders inside a study are not searched."""
     if (folder / "study.json").exists():
         yield StudySource(folder), folder, f"study {folder}"
         return

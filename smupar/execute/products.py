@@ -1,0 +1,85 @@
+"""Products of linear layers in fp32 on a CPU, by oneDNN where torch's MKL is slow.
+
+MKL uses AVX-512 on Intel's processors only. On AMD's it takes twice as long as oneDNN, which torch brings too. The choice
+depends on the processor alone and is never measured, so that a run has the same bits each time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+
+def fast_products() -> contextlib.AbstractContextManager[object]:
+    """Within the block linear layers multiply by oneDNN where that is faster. Backward passes of what was computed in it do so
+    too. Nothing changes in what is compiled."""
+    return _Linear() if _mkl_is_slow() and not torch.compiler.is_compiling() else contextlib.nullcontext()
+
+
+@cache
+def _mkl_is_slow() -> bool:
+    if not (torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()):
+        return False
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+        return False
+    about = Path("/proc/cpuinfo")
+    return about.exists() and "AuthenticAMD" in about.read_text(errors="replace")
+
+
+class _Linear(TorchFunctionMode):
+    """Replaces ``F.linear``."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is F.linear and not kwargs and _fits(*args[:2]):
+            y = _Product.apply(*args[:2])
+            return y if len(args) < 3 or args[2] is None else y + args[2]
+        return func(*args, **(kwargs or {}))
+
+
+def _fits(x: Tensor, weight: Tensor) -> bool:
+    """Whether a layer is multiplied in fp32 on a CPU. Subclasses of tensors, such as shards, know better how to multiply."""
+    return (
+        x.dtype == weight.dtype == torch.float32
+        and x.device.type == "cpu"
+        and weight.ndim == 2
+        and x.ndim > 1
+        and type(weight) in (Tensor, torch.nn.Parameter)
+        and not torch.is_autocast_enabled("cpu")
+    )
+
+
+class _Product(torch.autograd.Function):
+    """X W' for X of any number of dimensions. (With a separate ``setup_context`` each call would take 0.1 ms longer.)"""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _times(x.reshape(-1, x.shape[-1]), weight).view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        flat = grad.reshape(-1, grad.shape[-1])
+        of_x = _times(flat, weight.t()).view(x.shape) if ctx.needs_input_grad[0] else None
+        of_weight = _times(flat.t(), x.reshape(-1, x.shape[-1]).t()) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight
+
+
+def _times(x: Tensor, weight: Tensor) -> Tensor:
+    """X W' of two matrices, whatever their strides."""
+    product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
+    return product

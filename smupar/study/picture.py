@@ -1,0 +1,202 @@
+"""Draws the curves of a study as a picture.
+
+Above the curves of a panel there is a row for each of them, with its optimum, the interval in which that lies, and how many
+octaves it is away from the optimum of the reference. If the hyperparameter transfers, the optima stand in one column. These
+rows also are the legend.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from smupar.output.pictures import new_figure, save_figure
+from smupar.study.curves import Line, Panel, interval, octaves, rule_in, y_range
+
+_WIDTH, _HEIGHT, _ROW = 3.15, 2.6, 0.2  # inches: of a panel, of its curves, of each row above them
+_MOST_ROWS = 12
+_MOST_LETTERS = 32  # of a title on one line
+_RULES = {"SP": "#b93a4c", "muP": "#2863a0", "SmuPar": "#1f7a3d"}
+_GREY, _TEXT = "#6b7280", "#1f2430"
+_SEEDS: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 3.2, "alpha": 0.5, "markeredgewidth": 0}
+
+
+def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: int | None = None) -> None:
+    """Draws all panels in one row, or in rows of ``columns``."""
+    columns = min(columns or len(panels), len(panels))
+    num_rows = -(-len(panels) // columns)
+    above = max(_num_optima(panel) for panel in panels)
+    many = not above and max(map(_num_keys, panels)) > 4  # a legend inside would cover the lines, so it goes beside the panels
+    height = _HEIGHT + 0.75 + _ROW * above
+    figure = new_figure(figsize=(_WIDTH * columns + (2.6 if many else 0.9), height * num_rows), layout="constrained")
+    places = _places(figure, len(panels), num_rows, columns, above)
+    labels = [_labels(panel) for panel in panels]
+    for number, (panel, (top, axis)) in enumerate(zip(panels, places, strict=True)):
+        first = number % columns == 0 or panel.y_label != panels[number - 1].y_label
+        _draw_panel(panel, axis, *y_range([other for other in panels if other.y_label == panel.y_label]))
+        _draw_title(panel, top)
+        if above:
+            _draw_optima(panel, top, axis, with_names=first or labels[number] != labels[number - 1])
+        elif not many and (panel is panels[-1] or labels[number] != labels[-1]):  # panels with equal lines share a legend
+            axis.legend(fontsize=8, loc="best", framealpha=0.9, edgecolor="none")
+        if first:
+            axis.set_ylabel(panel.y_label, color=_TEXT, fontsize=8.5)
+        else:
+            axis.tick_params(labelleft=len({panel.y_label for panel in panels}) > 1)
+    _draw_legend(figure, panels, [axis for place in places for axis in place], above=bool(above), many=many)
+    if title:
+        figure.suptitle(title, fontsize=11)
+    save_figure(figure, path, dpi=180)
+
+
+def _places(figure: Any, num: int, num_rows: int, columns: int, above: int) -> list[tuple[Any, Any]]:
+    """(axis for the rows above the curves, axis for the curves) of each panel; one axis is both if there are no such rows."""
+    figure.get_layout_engine().set(hspace=0.03, h_pad=0.05)
+    ratios = [_ROW * above, _HEIGHT] if above else [1]
+    axes = figure.subplots(len(ratios) * num_rows, columns, squeeze=False, height_ratios=ratios * num_rows)
+    tops, bottoms = axes[:: len(ratios)].flat, axes[len(ratios) - 1 :: len(ratios)].flat
+    for unused in (*tops[num:], *bottoms[num:]):
+        unused.set_visible(False)
+    return list(zip(tops[:num], bottoms[:num], strict=True))
+
+
+def _num_optima(panel: Panel) -> int:
+    """The number of rows above the curves; 0 if the panel has no reference, or too many curves."""
+    is_drawn = panel.marked_x is not None and panel.log_x and 1 < len(panel.lines) <= _MOST_ROWS
+    return len(panel.lines) if is_drawn and _has_best(panel) else 0
+
+
+def _labels(panel: Panel) -> list[str]:
+    return [line.label for line in panel.lines]
+
+
+def _num_keys(panel: Panel) -> int:
+    """Number of entries in the legend of a panel."""
+    return len(panel.lines) + sum([_has_best(panel), _has_seeds(panel), panel.marked_x is not None])
+
+
+def _has_best(panel: Panel) -> bool:
+    return any(line.best is not None for line in panel.lines)
+
+
+def _has_seeds(panel: Panel) -> bool:
+    return any(len(point.seeds) > 1 for line in panel.lines for point in line.points)
+
+
+def _draw_title(panel: Panel, axis: Any) -> None:
+    text = " ".join(panel.title.split())
+    colour = _RULES.get(panel.rule or rule_in(text), _TEXT)
+    if len(text) > _MOST_LETTERS:
+        text = text.replace(": ", ":\n", 1)
+    axis.set_title(text, fontsize=10.5, fontweight="bold", loc="left", color=colour)
+
+
+def _draw_legend(figure: Any, panels: Sequence[Panel], axes: Any, *, above: bool, many: bool) -> None:
+    """One legend for all panels. Where curves are named above, it holds the rest: stars, seeds, the dotted line."""
+    if not (above or many):
+        return
+    keys = {label: key for axis in axes for key, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    lines = dict.fromkeys(line.label for panel in panels for line in panel.lines)
+    if above:
+        rest = [label for label in keys if label not in lines]
+        figure.legend([keys[label] for label in rest], rest, fontsize=8, loc="outside lower center", ncols=4, frameon=False)
+    else:
+        labels = dict.fromkeys([*lines, *keys])  # lines come first
+        figure.legend([keys[label] for label in labels], labels, fontsize=8, loc="outside right center", frameon=False)
+
+
+def _draw_panel(panel: Panel, axis: Any, low: float, high: float) -> None:
+    for line in panel.lines:
+        _draw_line(line, panel, axis, high)
+    if _has_best(panel):
+        axis.plot([], [], "*", color="0.3", markersize=9, label="best run (hollow: at the edge)")
+    if _has_seeds(panel):
+        axis.plot([], [], color="0.3", label="single seeds; lines are means", **_SEEDS)
+    if panel.marked_x is not None:
+        axis.axvline(panel.marked_x, color=_GREY, linewidth=1, linestyle=":", label=panel.marked_label)
+    if panel.log_x:
+        axis.set_xscale("log", base=2)
+    if panel.falling_x:
+        axis.invert_xaxis()
+    axis.set_ylim(low, high)
+    axis.set_xlabel(panel.x_label, color=_TEXT)
+    axis.grid(True, color="0.92")
+    axis.set_axisbelow(True)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.spines[["left", "bottom"]].set_color("0.6")
+    axis.tick_params(color="0.6", labelcolor=_TEXT, labelsize=9)
+
+
+def _draw_line(line: Line, panel: Panel, axis: Any, high: float) -> None:
+    points, colour = sorted(line.points, key=lambda point: point.x), _colour(line)
+    style = ("--" if line.dashed else "-") if line.joined else "none"
+    size = 3.5 if line.marker == "o" else 8
+    ys = [p.y if math.isfinite(p.y) else math.nan for p in points]
+    curve = {"linestyle": style, "linewidth": 1.8, "marker": line.marker, "markersize": size, "color": colour}
+    axis.plot([p.x for p in points], ys, label=line.label, **curve)
+    dots = [(p.x, seed) for p in points for seed in p.seeds if len(p.seeds) > 1]
+    axis.plot([x for x, _ in dots], [y for _, y in dots], color=colour, **_SEEDS)
+    above = [p.x for p in points if p.y > high]
+    for artist in axis.plot(above, [high] * len(above), "^", markersize=5, color=colour, clip_on=False):
+        artist.set_in_layout(False)
+    if line.best is not None and points:
+        best = min(points, key=lambda point: abs(_x(point.x, panel) - _x(line.best, panel)))  # type: ignore[arg-type]
+        fill, edge = ("white", colour) if best in (points[0], points[-1]) else (colour, "white")
+        axis.plot(best.x, best.y, marker="*", markersize=14, markerfacecolor=fill, markeredgecolor=edge, zorder=4)
+
+
+def _draw_optima(panel: Panel, top: Any, axis: Any, *, with_names: bool) -> None:
+    """A row for each curve: the optimum, between which runs it lies, and its octaves from the reference."""
+    reference = panel.marked_x
+    assert reference is not None
+    top.set_xscale("log", base=2)
+    top.set_xlim(axis.get_xlim())
+    top.set_ylim(len(panel.lines) - 0.4, -0.6)
+    top.axvline(reference, color=_GREY, linewidth=1, linestyle=":")
+    for row, line in enumerate(panel.lines):
+        _draw_optimum(line, row, reference, top)
+    top.set_yticks(range(len(panel.lines)), [line.label for line in panel.lines] if with_names else [""] * len(panel.lines))
+    for label, line in zip(top.get_yticklabels(), panel.lines, strict=True):
+        label.set(color=_colour(line), fontsize=9)
+    top.tick_params(length=0, labelbottom=False)
+    top.tick_params(which="minor", length=0)
+    top.spines[:].set_visible(False)
+
+
+def _draw_optimum(line: Line, row: int, reference: float, top: Any) -> None:
+    found = interval(line)
+    if found is None:
+        return
+    x, low, high, side = found
+    colour = _colour(line)
+    top.plot([low, high], [row, row], color=colour, linewidth=1.6, alpha=0.45, solid_capstyle="butt")
+    marker = {-1: "<", 0: "o", 1: ">"}[side]
+    top.plot(x, row, marker, color=colour, markersize=6, markerfacecolor="white" if side else colour, clip_on=False, zorder=3)
+    left, right = (math.log2(end) for end in top.get_xlim())
+    if (math.log2(high) - left) / (right - left) > 0.7:  # no room on the right
+        place, away, alignment = low, -6, "right"
+    else:
+        place, away, alignment = high, 6, "left"
+    box = {"facecolor": "white", "edgecolor": "none", "pad": 1}  # over the dotted line
+    style = {"color": colour, "fontsize": 8.5, "va": "center", "ha": alignment, "bbox": box}
+    top.annotate(octaves(reference, x, side), (place, row), xytext=(away, -0.5), textcoords="offset points", **style)
+
+
+def _x(x: float, panel: Panel) -> float:
+    return math.log2(x) if panel.log_x else x
+
+
+def _colour(line: Line) -> str:
+    """Grey for dashed lines; otherwise the given colour, or a colour between violet and amber for a number. Each has a contrast
+    of at least 3:1 with white."""
+    if line.dashed:
+        return "#777777"
+    if isinstance(line.colour, str):
+        return line.colour
+    stops = [(68, 1, 84), (52, 84, 158), (20, 136, 128), (70, 150, 50), (205, 115, 0)]
+    place = min(max(line.colour, 0.0), 1.0) * (len(stops) - 1)
+    index = min(int(place), len(stops) - 2)
+    mixed = (a + (b - a) * (place - index) for a, b in zip(stops[index], stops[index + 1], strict=True))
+    return "#" + "".join(f"{round(value):02x}" for value in mixed)
