@@ -498,6 +498,9 @@ def test_depth_is_judged_by_the_dense_bases_optimum():
     assert "depth-muP (alpha 1/2) 1x" in claimed.text
     with_width = depth_rows(lambda run: -6.5 if run.model.width == 64 else -5.1, lambda run: 4.0)
     assert [part.holds for part in depth.claim(with_width).parts] == [True, True, False, False]
+    first = depth.claim([row for row in moved if row.config.depth_rule != "depth-mup"])
+    assert first.holds
+    assert "depth-muP" not in first.text
     shallow = [row for row in moved if row.config.model.depth == 2]
     assert depth.claim(shallow).holds is None
     titles = [each.title.partition(":")[0] for each in depth.draw(moved)]
@@ -507,14 +510,17 @@ def test_depth_is_judged_by_the_dense_bases_optimum():
 
 def test_depth_study_has_every_model_of_base_depth_once():
     runs = depth.runs(Scale("small"))
-    assert len({run.id for run in runs}) == len(runs) == 7 * 3 * (1 + 4 * 3)
+    assert len({run.id for run in runs}) == len(runs) == 7 * 3 * (1 + 4 * 2)
+    compared = {run.id for run in depth.last(Scale("small")) if run.depth_rule == "depth-mup"}
+    assert len(compared) == 7 * 3 * 4
+    assert not compared & {run.id for run in runs}
     shallow = [run for run in runs if run.model.depth == 2]
     assert {(run.base_depth, run.depth_rule) for run in shallow} == {(None, None)}
     assert {(run.weight_decay, run.decay, run.clip, run.steps, run.model.width) for run in runs} == {
         (0.1, "independent", 1.0, 500, 256)
     }
     assert not any(run.model.residual_factor for run in runs)
-    far = [run for run in depth.last(Scale("small")) if run.model.depth == 16]
+    far = [run for run in depth.last(Scale("small")) if run.steps == 2000 and run.model.depth == 16]
     assert {(run.model.width, run.sparsity, run.steps, run.base_width, run.base_depth) for run in far} == {
         (1024, 15 / 16, 2000, 256, 2)
     }
