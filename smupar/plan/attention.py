@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from smupar.plan.source import divides_by
-from smupar.plan.uses import Usage
 
 # Names of attention modules and of their parts.
 _ATTENTION = re.compile(r"att(ention|n)|qkv|query|q_proj|(^|_)(to_)?w?q$", re.IGNORECASE)
@@ -79,38 +78,14 @@ def find_attentions(model: nn.Module) -> list[FoundAttention]:
     """Every module that makes queries, and every other module that has matrices and is named like attention."""
     cores = {path: module for path, module in model.named_modules() if _makes_queries(module)}
     for path, module in named_like_attention(model):
-        related = any(_inside(path, core) or _inside(core, path) for core in cores)
+        related = any(is_inside(path, core) or is_inside(core, path) for core in cores)
         if not related and any(parameter.ndim > 1 for parameter in module.parameters()):
             cores[path] = module
     modules = dict(model.named_modules())
     return [_attention(path, modules) for path in modules if path in cores]
 
 
-def without_scores(
-    model: nn.Module, usage: Usage | None, paths: Mapping[str, str], scaling: Collection[str]
-) -> tuple[str, ...]:
-    """Paths of the modules that look like attention, and in which an example shows that nothing is multiplied with each other,
-    as in RWKV, or only vectors of length 1, as in Swin 2.
-
-    All that their weights write must reach other weights or the output, so that no operation that cannot be watched hides a
-    product. ``paths`` maps modules to base's, whose paths ``usage`` has; ``scaling`` holds the names of parameters that scale.
-    """
-    if usage is None:
-        return ()
-    products = {event.path for event in usage.events if event.kind == "dot" and not event.is_normalised}
-    found = []
-    for attention in find_attentions(model):
-        path = paths.get(attention.path, attention.path)
-        named = attention.module.named_parameters(prefix=attention.path)
-        uses = [usage.uses[name] for name, parameter in named if name in scaling and sum(n > 1 for n in parameter.shape) > 1]
-        followed = [use.is_inside or use.reaches_output for use in uses if use.products]
-        near = any(_inside(at, path) or _inside(path, at) for at in products)
-        if followed and all(followed) and len(followed) == len(uses) and not near:
-            found.append(attention.path)
-    return tuple(found)
-
-
-def _inside(path: str, other: str) -> bool:
+def is_inside(path: str, other: str) -> bool:
     return not other or path == other or path.startswith(f"{other}.")
 
 
@@ -124,7 +99,7 @@ def _attention(path: str, modules: dict[str, nn.Module]) -> FoundAttention:
     """Describes one attention module. Its scale may be a field of the module, of a part of it, or of its parent, which must
     then show the head size as well."""
     size = head_size(modules[path])
-    parts = [name for name in modules if path and _inside(name, path)]
+    parts = [name for name in modules if path and is_inside(name, path)]
     sizes = {name: head_size(modules[name]) or size for name in parts or [path]}
     if path:
         around = path.rpartition(".")[0]

@@ -10,6 +10,7 @@ from fractions import Fraction
 
 from torch import nn
 
+from smupar.plan.attention import find_attentions, is_inside
 from smupar.plan.depth import correspond
 from smupar.plan.flows import Dims
 from smupar.plan.forward import CannotRunError, Example
@@ -180,6 +181,33 @@ def _about_the_pass(tensors: list[ParameterView], usage: Usage) -> Iterator[Note
                 f"{tensor.name!r} is multiplied with a layer's output and summed, so it is a matrix with one output: store it "
                 f"with shape (1, {tensor.shape[0]}), as nn.Linear does, to get the numbers of a matrix",
             )
+
+
+# Attention
+
+
+def without_scores(
+    model: nn.Module, usage: Usage | None, paths: Mapping[str, str], scaling: Collection[str]
+) -> tuple[str, ...]:
+    """Paths of the modules that look like attention, and in which an example shows that nothing is multiplied with each other,
+    as in RWKV, or only vectors of length 1, as in Swin 2.
+
+    All that their weights write must reach other weights or the output, so that no operation that cannot be watched hides a
+    product. ``paths`` maps modules to base's, whose paths ``usage`` has; ``scaling`` holds the names of parameters that scale.
+    """
+    if usage is None:
+        return ()
+    products = {event.path for event in usage.events if event.kind == "dot" and not event.is_normalised}
+    found = []
+    for attention in find_attentions(model):
+        path = paths.get(attention.path, attention.path)
+        named = attention.module.named_parameters(prefix=attention.path)
+        uses = [usage.uses[name] for name, parameter in named if name in scaling and sum(n > 1 for n in parameter.shape) > 1]
+        followed = [use.is_inside or use.reaches_output for use in uses if use.products]
+        near = any(is_inside(at, path) or is_inside(path, at) for at in products)
+        if followed and all(followed) and len(followed) == len(uses) and not near:
+            found.append(attention.path)
+    return tuple(found)
 
 
 # Which sizes follow the width

@@ -17,11 +17,11 @@ from typing import TypedDict, Unpack
 from torch import Tensor, nn
 
 from smupar.plan.allocations import Allocation, as_density, uniform
-from smupar.plan.attention import named_like_attention, without_scores
+from smupar.plan.attention import named_like_attention
 from smupar.plan.branches import branch_factors, own_init, refuse_scaled_twice
 from smupar.plan.depth import Correspondence, correspond
 from smupar.plan.disguise import Multiplier, chosen, find_multipliers, in_sums
-from smupar.plan.evidence import NORMED_OUTPUT, Note
+from smupar.plan.evidence import NORMED_OUTPUT, Note, without_scores
 from smupar.plan.forward import Example
 from smupar.plan.neighbours import RoleSetting
 from smupar.plan.patterns import parse_pattern, read_masks
