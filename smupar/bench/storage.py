@@ -43,7 +43,7 @@ _ON_CPU = tuple(reversed(_CSR))
 
 
 @dataclass(frozen=True)
-class Case:
+class StorageCase:
     """What a row is of. Cases that are equal are measured once."""
 
     width: int
@@ -59,7 +59,7 @@ class Case:
 
 @dataclass(frozen=True)
 class StepTime:
-    case: Case
+    case: StorageCase
     stored: str  # how many layers each backend has
     seconds: float  # median of a step
     dense_seconds: float  # of the dense model, in the same rounds
@@ -91,14 +91,8 @@ def bench_storage(
     refuse(on_gpu and not torch.cuda.is_available(), "there is no NVIDIA GPU here: leave out --device, or pass cpu")
     where = torch.device("cuda" if on_gpu else "cpu")
     tokens, seq_len = tokens or (16384 if on_gpu else 2048), seq_len or (2048 if on_gpu else 256)
-    threads = 0 if on_gpu else torch.get_num_threads()
-    cases = [
-        Case(width, depth, tokens, seq_len, pattern, density, storage, captured, threads)
-        for width in widths or ((4096, 2048, 1024) if on_gpu else (1024, 512))
-        for backend, pattern, density in (_ON_GPU if on_gpu else _ON_CPU)
-        for captured in ((True, False) if on_gpu else (False,))
-        for storage in (backend, "auto")
-    ]
+    sizes = widths or ((4096, 2048, 1024) if on_gpu else (1024, 512))
+    cases = [case for width in sizes for case in _cases(width, depth, tokens, seq_len, on_gpu=on_gpu)]
     rows, missed = _read(out), list[str]()
     machine = measure_machine(where)
     measured = {row.case for row in rows}
@@ -115,7 +109,15 @@ def bench_storage(
     return "\n".join([_head(where, machine, repeats), aligned([*_lines([row for row in rows if row.case in cases])]), *missed])
 
 
-def _row(case: Case, device: torch.device, machine: Machine, repeats: int, num_steps: int) -> StepTime:
+def _cases(width: int, depth: int, tokens: int, seq_len: int, *, on_gpu: bool) -> Iterator[StorageCase]:
+    threads = 0 if on_gpu else torch.get_num_threads()
+    for backend, pattern, density in _ON_GPU if on_gpu else _ON_CPU:
+        for captured in (True, False) if on_gpu else (False,):
+            for storage in (backend, "auto"):
+                yield StorageCase(width, depth, tokens, seq_len, pattern, density, storage, captured, threads)
+
+
+def _row(case: StorageCase, device: torch.device, machine: Machine, repeats: int, num_steps: int) -> StepTime:
     ours, dense = _config(case, device), replace(_config(case, device), sparsity=0.0, pattern="random")
     how = Execution(device=str(device), graph=case.captured, micro_batch=ours.batch_size)
     text, world = random_text(ours), World(0, 1, device, "ddp")
@@ -131,7 +133,7 @@ def _row(case: Case, device: torch.device, machine: Machine, repeats: int, num_s
     return StepTime(case, words, seconds["ours"], seconds["dense"], _floor(ours, machine), _floor(dense, machine))
 
 
-def _config(case: Case, device: torch.device) -> RunConfig:
+def _config(case: StorageCase, device: torch.device) -> RunConfig:
     on_gpu = device.type == "cuda"
     head_dim = min(64, case.width)
     return RunConfig(
@@ -168,7 +170,7 @@ def _read(out: str | None) -> list[StepTime]:
     if out is None or not file.exists():
         return []
     rows: list[dict[str, Any]] = read_object(file, remedy="remove it to measure again")["rows"]
-    return [StepTime(**{**row, "case": Case(**row["case"])}) for row in rows]
+    return [StepTime(**{**row, "case": StorageCase(**row["case"])}) for row in rows]
 
 
 # The table

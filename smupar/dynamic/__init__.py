@@ -1,6 +1,6 @@
 """Masks that move while a model trains.
 
-policies      decide when masks move (``Times``), which weights are kept (a score and ``largest``), and how many
+policies      decide when masks move (``MoveSchedule``), which weights are kept (a score and ``largest``), and how many
               (``DropAndGrow``, ``Pruning``, ``Rounds``), on tensors with a leading dimension of models
 sparsifiers   carry a policy out: on one model, whose optimizers' steps they count (``Sparsifier``), or on a stack
 methods       the sparsifiers that users make: ``RigL``, ``SET``, ``GMP``, ``IMP``

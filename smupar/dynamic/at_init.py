@@ -68,9 +68,9 @@ def _best_masks(
     choice("pool", pool, POOLS)
     hidden = hidden_weights(unwrapped(model), plan)
     shares = allocate(density, {name: plan[name].shape for name in hidden})
-    nums = {name: num_kept(name, plan[name].shape, shares[name]) for name in hidden}
+    num_to_keep = {name: num_kept(name, plan[name].shape, shares[name]) for name in hidden}
     scores = ((name, score(weight).flatten()[None]) for name, weight in hidden.items())
-    layers = ((name, size, torch.ones_like(size, dtype=torch.bool), [nums[name]]) for name, size in scores)
+    layers = ((name, size, torch.ones_like(size, dtype=torch.bool), [num_to_keep[name]]) for name, size in scores)
     masks = ranked(layers, pool, "raise the density, or use pool='layer'")
     return {name: mask.view(plan[name].shape) for name, mask in masks}
 

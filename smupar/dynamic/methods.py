@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import nn
 
-from smupar.dynamic.policies import DropAndGrow, MaskGoal, Pruning, Rounds, Times, pruning_goal
+from smupar.dynamic.policies import DropAndGrow, MaskGoal, MoveSchedule, Pruning, Rounds, pruning_goal
 from smupar.dynamic.sparsifiers import Sparsifier
 from smupar.plan.allocations import Allocation
 from smupar.plan.plan import Plan
@@ -43,7 +43,7 @@ class _DropsAndGrows(Sparsifier):
         steps           length of the run; a ``stop`` after it is refused
         restart_bias_correction  Adam's bias correction starts again for grown weights
         """
-        goal = MaskGoal(plan, DropAndGrow(Times(every, stop, start), self.grow, drop_fraction, decay))
+        goal = MaskGoal(plan, DropAndGrow(MoveSchedule(every, stop, start), self.grow, drop_fraction, decay))
         super().__init__(model, optimizer, goal, restart_bias_correction=restart_bias_correction, steps=steps)
 
 
@@ -83,7 +83,7 @@ class GMP(Sparsifier):
         correction: str = "moment",
         steps: int | None = None,
     ) -> None:
-        policy = Pruning(Times(every, stop, start), curve, pool)
+        policy = Pruning(MoveSchedule(every, stop, start), curve, pool)
         super().__init__(model, optimizer, pruning_goal(plan, policy, density, correction), steps=steps)
 
 

@@ -42,7 +42,7 @@ POOLS = ("layer", "global")
 
 
 @dataclass(frozen=True)
-class Times:
+class MoveSchedule:
     """When masks move: every ``every`` steps of the optimizer, from ``start`` to ``stop`` inclusive."""
 
     every: int
@@ -95,7 +95,7 @@ class DropAndGrow:
     """RigL and SET: drops the active weights of smallest magnitude and grows as many. A weight that was just dropped is a
     candidate to grow as well."""
 
-    times: Times
+    schedule: MoveSchedule
     grow: str
     drop_fraction: float = 0.3
     decay: str = "cosine"
@@ -104,7 +104,7 @@ class DropAndGrow:
         refuse(not 0 < self.drop_fraction < 1, f"drop_fraction must lie in (0, 1), got {self.drop_fraction}")
         choice("decay", self.decay, DECAYS)
         choice("grow", self.grow, ("gradient", "random"))
-        every, start, stop = self.times.every, self.times.start, self.times.stop
+        every, start, stop = self.schedule.every, self.schedule.start, self.schedule.stop
         refuse(
             start == 0 and every > stop,
             f"masks would never move: no multiple of every={every} lies between {start} and stop={stop}",
@@ -116,10 +116,10 @@ class DropAndGrow:
 
     @property
     def stop(self) -> int:
-        return self.times.stop
+        return self.schedule.stop
 
     def due(self, done: int) -> bool:
-        return self.times.due(done)
+        return self.schedule.due(done)
 
     def next_masks(
         self, weights: Mapping[str, Weight], goals: Mapping[int, MaskGoal], done: int
@@ -134,7 +134,7 @@ class DropAndGrow:
             yield name, self.moved(values, mask, score, done)
 
     def moved(self, weight: Tensor, mask: Tensor, grow_score: Tensor, done: int) -> Tensor:
-        share = self.drop_fraction * DECAYS[self.decay](self.times.progress(done))
+        share = self.drop_fraction * DECAYS[self.decay](self.schedule.progress(done))
         active = mask.sum(1)
         num = (share * active.double() + 0.5).long()
         kept = largest(weight.abs(), mask, active - num)
@@ -154,11 +154,11 @@ class _KeepLargest:
     def next_masks(
         self, weights: Mapping[str, Weight], goals: Mapping[int, MaskGoal], done: int
     ) -> Iterator[tuple[str, Tensor]]:
-        def nums(name: str) -> list[int]:
+        def sizes(name: str) -> list[int]:
             rows = [(goal.plan[name], goal.last[name]) for goal in goals.values()]
             return [num_kept(name, row.shape, self.density(row.density, last, done)) for row, last in rows]
 
-        layers = ((name, *weight.rows(list(goals)), nums(name)) for name, weight in weights.items())
+        layers = ((name, *weight.rows(list(goals)), sizes(name)) for name, weight in weights.items())
         return ranked(layers, self.pool, "prune less, or with pool='layer'")
 
 
@@ -166,7 +166,7 @@ class _KeepLargest:
 class Pruning(_KeepLargest):
     """Gradual pruning. The last step is always due, even if it is not a multiple of ``every``."""
 
-    times: Times
+    schedule: MoveSchedule
     curve: str = "cubic"
     pool: str = "layer"
 
@@ -176,14 +176,14 @@ class Pruning(_KeepLargest):
 
     @property
     def stop(self) -> int:
-        return self.times.stop
+        return self.schedule.stop
 
     def due(self, done: int) -> bool:
-        return self.times.due(done) or done == self.times.stop
+        return self.schedule.due(done) or done == self.schedule.stop
 
     def density(self, first: Fraction, last: Fraction, done: int) -> Fraction:
         """The density after ``done`` steps; at the end it is exactly ``last``."""
-        progress = self.times.progress(done)
+        progress = self.schedule.progress(done)
         return last if progress == 1 else first + (last - first) * Fraction(CURVES[self.curve](progress))
 
 
@@ -224,8 +224,8 @@ def ranked(layers: Iterable[tuple[str, Tensor, Tensor, list[int]]], pool: str, r
     """Yields the name of each layer and the mask of its largest weights. In a global pool all layers share one ranking. A layer
     is given as its name, its weights and mask, each (models, weights), and the number of weights to keep in each model."""
     for group in [list(layers)] if pool == "global" else ([layer] for layer in layers):
-        names, weights, masks, nums = zip(*group, strict=True)
-        num = torch.tensor(nums, device=masks[0].device).sum(0)
+        names, weights, masks, sizes = zip(*group, strict=True)
+        num = torch.tensor(sizes, device=masks[0].device).sum(0)
         kept = largest(torch.cat(weights, 1).abs(), torch.cat(masks, 1), num)
         parts = dict(zip(names, kept.split([mask.shape[1] for mask in masks], 1), strict=True))
         empty = [name for name, part in parts.items() if not part.any()] if pool == "global" else []

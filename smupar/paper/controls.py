@@ -22,17 +22,17 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import fmean, geometric_mean
+from statistics import fmean, geometric_mean, stdev
 from typing import Any
 
 from smupar.lm.config.run import STANDARD_LIBRARY, RunConfig
 from smupar.lm.run.folder import TRACE_FILE
 from smupar.paper.fig12 import with_moving_masks
-from smupar.paper.figure import Claim, Figure, Rows, all_of, spread_of_seeds
+from smupar.paper.figure import NUM_SPREADS, USUAL_SPREAD, Claim, Figure, Rows, all_of
 from smupar.paper.settings import Scale
 from smupar.study.curves import LOSS, Line, Panel, Point
 from smupar.study.space import unique
-from smupar.study.store import Result, Study
+from smupar.study.store import Study
 
 MEASURED, SMUPAR, CONSTANT, FUNCTION = "measured", "smupar", "constant", "function"
 # log2 of the factors on the learning rate of hidden weights that are tried first. A sweep goes on if the best is at an end.
@@ -53,7 +53,7 @@ _TRACES = ("flat", "shuffled", "half-lr", "double-lr", "other-seed", "other-text
 
 
 @dataclass(frozen=True)
-class _Size:
+class _ControlSize:
     densities: tuple[float, ...]  # the sparsest first
     methods: tuple[str, ...]
     num_seeds: int
@@ -61,9 +61,9 @@ class _Size:
 
 
 _SIZES = {
-    "cpu": _Size((1 / 16,), ("rigl",), 2, ("every 25 steps", "held-out tokens")),
-    "small": _Size((1 / 64, 1 / 16), ("rigl", "none", "gmp"), 5),
-    "paper": _Size((1 / 64, 1 / 16), ("rigl", "none", "gmp"), 5),
+    "cpu": _ControlSize((1 / 16,), ("rigl",), 2, ("every 25 steps", "held-out tokens")),
+    "small": _ControlSize((1 / 64, 1 / 16), ("rigl", "none", "gmp"), 5),
+    "paper": _ControlSize((1 / 64, 1 / 16), ("rigl", "none", "gmp"), 5),
 }
 
 
@@ -259,12 +259,10 @@ class _Place:
         """The factor that a kind is compared at: 1 if that takes no tuning, else its best one."""
         return 0 if kind in _UNTUNED else self.best(kind)
 
-    def ahead(self, kind: str, other: str, factor: int | None = None, theirs: int | None = None) -> tuple[float, int]:
-        """By how much a kind is ahead of another, as a mean over paired seeds, and how many pairs there are."""
-        mine = self.losses[kind][self.usual(kind) if factor is None else factor]
-        others = self.losses[other][self.usual(other) if theirs is None else theirs]
-        pairs = [others[seed] / mine[seed] - 1 for seed in mine.keys() & others.keys() if math.isfinite(mine[seed])]
-        return (fmean(pairs) if pairs else math.nan), len(pairs)
+    def leads(self, kind: str, other: str, factor: int | None = None) -> list[float]:
+        """By how much a kind is ahead of another, for each seed that both have. ``factor`` is that of both, if it is given."""
+        mine, others = (self.losses[each][self.usual(each) if factor is None else factor] for each in (kind, other))
+        return [others[seed] / mine[seed] - 1 for seed in sorted(mine.keys() & others.keys()) if math.isfinite(mine[seed])]
 
 
 _METHODS = {"rigl": "RigL", "none": "static masks", "gmp": "GMP"}
@@ -284,7 +282,7 @@ def _places(rows: Rows) -> list[_Place]:
 
 
 def draw(rows: Rows) -> list[Panel]:
-    """For each place, the loss over the factor on the learning rate of hidden weights."""
+    """For each place, the loss of the first seed over the factor on the learning rate of hidden weights."""
     return [
         Panel(place.name, "factor on the learning rate of hidden weights", LOSS, tuple(_lines(place)), 1.0, "the proxy's")
         for place in _places(rows)
@@ -295,11 +293,7 @@ def _lines(place: _Place) -> Iterator[Line]:
     kinds = [kind for kind in (*_FIRST, *_OTHERS) if kind in place.losses]
     for number, kind in enumerate(kinds):
         by_factor = sorted(place.losses[kind].items())
-        points = tuple(
-            Point(2.0**factor, fmean(seeds.values()), seeds=tuple(seeds.values()))
-            for factor, seeds in by_factor
-            if all(map(math.isfinite, seeds.values()))
-        )
+        points = tuple(Point(2.0**factor, seeds[0]) for factor, seeds in by_factor if math.isfinite(seeds.get(0, math.inf)))
         yield Line(kind, points, number / max(1, len(kinds) - 1), best=2.0 ** place.best(kind))
 
 
@@ -307,18 +301,14 @@ def _lines(place: _Place) -> Iterator[Line]:
 
 
 def claim(rows: Rows) -> Claim:
-    places, spread = [place for place in _places(rows) if MEASURED in place.losses], spread_of_seeds(_targets(rows))
+    places = [place for place in _places(rows) if MEASURED in place.losses]
     if not any({MEASURED, CONSTANT, SMUPAR} <= place.losses.keys() for place in places):
         return Claim(None, "no place has measured updates, a constant and SmuPar")
-    parts = [part for place in places for part in _claims(place, spread)]
-    return all_of(*parts, *_ablated(places[0], spread))
+    parts = [part for place in places for part in _claims(place)]
+    return all_of(*parts, *_ablated(places[0]))
 
 
-def _targets(rows: Rows) -> list[Result]:
-    return [row for row in rows if _kind(row.config)]
-
-
-def _claims(place: _Place, spread: float) -> Iterator[Claim]:
+def _claims(place: _Place) -> Iterator[Claim]:
     own = place.losses[MEASURED]
     if 0 in own:
         cost = own[0].get(0, math.inf) / min(seeds.get(0, math.inf) for seeds in own.values()) - 1
@@ -326,27 +316,32 @@ def _claims(place: _Place, spread: float) -> Iterator[Claim]:
         yield Claim(cost <= _NEAR, f"{best}; 1 costs {cost:.2%}, {_NEAR:.1%} asked")
     for other in (CONSTANT, SMUPAR, *_OTHERS):
         if other in place.losses and 0 in own:
-            yield _compared(place, other, spread)
+            yield _compared(place, other)
 
 
-def _compared(place: _Place, other: str, spread: float) -> Claim:
-    """Whether measured updates are ahead of another law by more than twice the standard error of the difference of means."""
-    lead, num = place.ahead(MEASURED, other)
-    needed = 2 * spread * math.sqrt(2 / max(1, num))
+def _compared(place: _Place, other: str) -> Claim:
+    """Whether measured updates are ahead of another law by more than twice the standard error of the mean over paired seeds."""
+    leads = place.leads(MEASURED, other)
+    lead, num, needed = fmean(leads) if leads else math.nan, len(leads), _needed(leads)
     at = "untuned" if other in _UNTUNED else f"at its best factor, {2.0 ** place.best(other):g}"
     text = f"{place.name}: measured updates are ahead of {other} ({at}) by {lead:+.2%} over {num} seeds, {needed:.2%} asked"
     return Claim(None if math.isnan(lead) else lead > needed, text)
 
 
-def _ablated(place: _Place, spread: float) -> list[Claim]:
-    """What changes if one thing about the measurement is changed; this does not decide, so that no part can fail."""
+def _needed(leads: list[float]) -> float:
+    if len(leads) < 2:
+        return NUM_SPREADS * USUAL_SPREAD * math.sqrt(2)
+    return NUM_SPREADS * stdev(leads) / math.sqrt(len(leads))
+
+
+def _ablated(place: _Place) -> list[Claim]:
+    """Whether a trace that is flat in time or shuffled over layers is worse, and what other changes of the measurement do."""
     kinds = [kind for kind in (*_TRACES, *_LAWS) if kind in place.losses]
     if not kinds:
         return []
-    changes = {kind: place.ahead(kind, MEASURED, 0, 0)[0] for kind in kinds}
-    needed = 2 * spread * math.sqrt(2 / 3)
-    worse = [kind for kind in ("flat", "shuffled") if kind in changes and changes[kind] < -needed]
-    told = ", ".join(f"{kind} {-change:+.2%}" for kind, change in changes.items())
+    behind = {kind: place.leads(MEASURED, kind, 0) for kind in kinds}
+    worse = [kind for kind in ("flat", "shuffled") if behind.get(kind) and fmean(behind[kind]) > _needed(behind[kind])]
+    told = ", ".join(f"{kind} {fmean(leads):+.2%}" for kind, leads in behind.items() if leads)
     return [Claim(bool(worse), f"{place.name}: layers and moments of the trace matter; loss beside measured updates: {told}")]
 
 

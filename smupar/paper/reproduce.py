@@ -39,7 +39,7 @@ from smupar.study.forecast import forecast
 from smupar.study.picture import draw_png
 from smupar.study.space import unique
 from smupar.study.store import Result, Study, row_of, write_rows
-from smupar.study.sweep import sweep_from_json
+from smupar.study.sweep import study_of_runs
 from smupar.study.view import result_rows, table_of
 
 MADE_ON = "made-on.json"  # the device and versions of a measurement without runs
@@ -274,7 +274,7 @@ def _restored(stage: Stage, published: str, scale: Scale, study: Study) -> Seque
 
 def _definition(stages: Sequence[Stage], scale: Scale) -> StudyDefinition:
     """The definition of the study that all figures of a scale share; so it does not name a figure."""
-    return replace(sweep_from_json({"kind": "reproduce", "scale": scale.name, "data": scale.data}), stages=stages)
+    return study_of_runs({"kind": "reproduce", "scale": scale.name, "data": scale.data}, stages, axes={})
 
 
 def _command(scale: Scale) -> str:

@@ -103,6 +103,14 @@ def _by_kind(layers: Mapping[str, nn.Module], base_layers: Mapping[str, nn.Modul
             f"{_joined(path, names[0])} of {what} is a {kind[0]} whose parameters no layer of the model's "
             f"{path or 'list'!r} has: build both with the same kinds of layers",
         )
+    order = [kind for kind, names in kinds.items() if names[0] in _blocks(layers)]
+    base_order = [kind for kind in base_kinds if kind in order]
+    for kind, other in zip(order, base_order, strict=False):
+        refuse(
+            len(order) == len(base_order) and kind != other,
+            f"in {path or 'the list'!r} the model has a {kind[0]} where {what} has a {other[0]}: build {what} with its kinds "
+            "of layers in the same order",
+        )
     pairs: dict[str, str] = {}
     for kind, names in kinds.items():
         same = base_kinds.get(kind, [])

@@ -23,7 +23,7 @@ class Neighbours:
         self.asked = asked
         self.equal_widths = not any(tensor.scaling for tensor in tensors)
         # ``sizes`` holds the matrices whose scaling dimensions are inferred from sizes alone.
-        self.tensors, self.sizes = scaling_from_sizes(tensors, asked) if self.equal_widths else (tensors, {})
+        self.tensors, self.sizes = with_inferred_scaling(tensors, asked) if self.equal_widths else (tensors, {})
         self.matrices = [tensor for tensor in self.tensors if tensor.layout == "matrix"]
         self.read_sizes = {tensor.read_size for tensor in self.matrices if not tensor.layer.is_lookup}
         self.readouts = [tensor for tensor in self.matrices if _may_be_readout(tensor, asked.get(tensor.name))]
@@ -185,7 +185,7 @@ class Sizes:
         return not self.reads and not self.is_first and related
 
 
-def scaling_from_sizes(
+def with_inferred_scaling(
     tensors: list[ParameterView], asked: Mapping[str, RoleSetting]
 ) -> tuple[list[ParameterView], dict[str, Sizes]]:
     """The parameters with their inferred scaling dimensions, and the matrices that were inferred from sizes alone.

@@ -130,7 +130,7 @@ def _draw_panel(panel: Panel, axis: Any, low: float, high: float) -> None:
 
 
 def _draw_line(line: Line, panel: Panel, axis: Any, high: float) -> None:
-    points, colour = sorted(line.points, key=lambda point: point.x), _colour(line)
+    points, colour = sorted(line.points, key=lambda point: point.x), line_colour(line)
     style = ("--" if line.dashed else "-") if line.joined else "none"
     size = 3.5 if line.marker == "o" else 8
     ys = [p.y if math.isfinite(p.y) else math.nan for p in points]
@@ -159,7 +159,7 @@ def _draw_optima(panel: Panel, top: Any, axis: Any, *, with_names: bool) -> None
         _draw_optimum(line, row, reference, top)
     top.set_yticks(range(len(panel.lines)), [line.label for line in panel.lines] if with_names else [""] * len(panel.lines))
     for label, line in zip(top.get_yticklabels(), panel.lines, strict=True):
-        label.set(color=_colour(line), fontsize=9)
+        label.set(color=line_colour(line), fontsize=9)
     top.tick_params(length=0, labelbottom=False)
     top.tick_params(which="minor", length=0)
     top.spines[:].set_visible(False)
@@ -170,7 +170,7 @@ def _draw_optimum(line: Line, row: int, reference: float, top: Any) -> None:
     if found is None:
         return
     x, low, high, side = found
-    colour = _colour(line)
+    colour = line_colour(line)
     top.plot([low, high], [row, row], color=colour, linewidth=1.6, alpha=0.45, solid_capstyle="butt")
     marker = {-1: "<", 0: "o", 1: ">"}[side]
     top.plot(x, row, marker, color=colour, markersize=6, markerfacecolor="white" if side else colour, clip_on=False, zorder=3)
@@ -188,7 +188,7 @@ def _x(x: float, panel: Panel) -> float:
     return math.log2(x) if panel.log_x else x
 
 
-def _colour(line: Line) -> str:
+def line_colour(line: Line) -> str:
     """Grey for dashed lines; otherwise the given colour, or a colour between violet and amber for a number. Each has a contrast
     of at least 3:1 with white."""
     if line.dashed:

@@ -326,7 +326,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _rules_of_dense_runs(definition: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """The rules that share the dense runs, which are trained under muP, as titles."""
+    """The titles of all rules whose dense models are the same as muP's, and so share muP's runs."""
     asked = definition.get("rules") or sorted({row["rule"] for row in rows if row.get("sparsity")}, reverse=True)
     titles = [get_rule(rule).title for rule in asked if rule not in ("sp", "measured", "moment")]
     return ", ".join(dict.fromkeys(titles)) or get_rule("smupar" if "measured" in asked else "mup").title

@@ -150,7 +150,7 @@ class _UpdateMeter(Meter):
         self.factors: dict[str, float] = {}
 
     def install(self) -> None:
-        # refuses before it changes anything, as the last check
+        # the last check that can refuse; nothing has been changed before it
         self.rates = layer_rates(self.model, self.plan, self.optimizers)
         super().install()
 

@@ -39,7 +39,7 @@ def test_storage_measures_every_side_once_and_goes_on(tmp_path, monkeypatch):
 
 
 def test_floor_of_a_step_is_its_flops_or_its_bytes():
-    case = storage.Case(64, 2, 64, 16, "random", 1 / 8, "csr", captured=False, threads=1)
+    case = storage.StorageCase(64, 2, 64, 16, "random", 1 / 8, "csr", captured=False, threads=1)
     config = storage._config(case, storage.torch.device("cpu"))
     hidden = sum(p.numel() for name, p in on_meta(config.model).named_parameters() if p.ndim == 2 and "embedding" not in name)
     kept, unembedding, attention = hidden / 8, 256 * 64, 12 * 2 * 16 * 64

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smupar.dynamic.policies import DropAndGrow, Pruning, Times, key_of, largest, random_scores
+from smupar.dynamic.policies import DropAndGrow, MoveSchedule, Pruning, key_of, largest, random_scores
 
 
 def flat(*values):
@@ -61,7 +61,7 @@ def test_largest_takes_exactly_so_many_candidates_and_none_better_is_left(choice
 def test_rigl_drops_the_smallest_and_grows_where_the_gradient_is_largest_among_all_not_kept():
     weight = flat(0.0, 0.5, 0.0, -0.1, 0.0, 0.3, -0.9, 0.0)
     gradient = flat(0.2, 9.0, 0.7, 0.1, 0.3, 0.6, 9.0, 0.4)
-    rule = DropAndGrow(Times(1, 10), "gradient", drop_fraction=0.5, decay="constant")
+    rule = DropAndGrow(MoveSchedule(1, 10), "gradient", drop_fraction=0.5, decay="constant")
     # 3 and 5 are dropped; of 0, 2, 3, 4, 5, 7 the largest gradients are at 2 and, just dropped, at 5.
     assert torch.equal(rule.moved(weight, bits("01010110"), gradient, 1), bits("01100110"))
     gradient[0, 5] = 0.0
@@ -74,7 +74,7 @@ def test_dropping_and_growing_keeps_the_number_of_ones_and_the_largest(seed, siz
     rng = torch.Generator().manual_seed(seed)
     weight, gradient = torch.randn(3, size, generator=rng), torch.rand(3, size, generator=rng)
     mask = torch.rand(3, size, generator=rng) < 0.5
-    new = DropAndGrow(Times(1, 20), "gradient", fraction).moved(weight * mask, mask, gradient, step)
+    new = DropAndGrow(MoveSchedule(1, 20), "gradient", fraction).moved(weight * mask, mask, gradient, step)
     assert torch.equal(new.sum(1), mask.sum(1))
     share = fraction * (1 + math.cos(math.pi * step / 20)) / 2
     for row, row_mask, row_new in zip(weight, mask, new, strict=True):
@@ -110,13 +110,13 @@ def test_random_scores_of_other_seeds_steps_and_names_are_unrelated():
 
 
 def test_times_count_steps_made_from_start_to_stop_both_included():
-    due = [step for step in range(30) if Times(every=4, start=3, stop=15).due(step)]
+    due = [step for step in range(30) if MoveSchedule(every=4, start=3, stop=15).due(step)]
     assert due == [3, 7, 11, 15]
-    assert [step for step in range(30) if Times(every=10, stop=25).due(step)] == [10, 20]
+    assert [step for step in range(30) if MoveSchedule(every=10, stop=25).due(step)] == [10, 20]
 
 
 def test_the_last_pruning_is_due_at_stop_whatever_every_is():
-    rule = Pruning(Times(every=10, stop=25))
+    rule = Pruning(MoveSchedule(every=10, stop=25))
     assert [step for step in range(40) if rule.due(step)] == [10, 20, 25]
 
 
@@ -130,7 +130,7 @@ def test_the_last_pruning_is_due_at_stop_whatever_every_is():
 )
 def test_number_of_moved_weights_decays(decay, expected):
     mask = torch.arange(300)[None] < 100
-    rule = DropAndGrow(Times(every=1, stop=100), "gradient", drop_fraction=0.3, decay=decay)
+    rule = DropAndGrow(MoveSchedule(every=1, stop=100), "gradient", drop_fraction=0.3, decay=decay)
     for step, num in expected.items():
         new = rule.moved(torch.rand(1, 300) * mask, mask, (~mask).float(), step)
         assert int((new & ~mask).sum()) == int((mask & ~new).sum()) == num
@@ -138,14 +138,14 @@ def test_number_of_moved_weights_decays(decay, expected):
 
 def test_progress_of_the_drop_fraction_counts_from_start():
     mask = torch.arange(300)[None] < 100
-    rule = DropAndGrow(Times(every=10, start=100, stop=200), "gradient", drop_fraction=0.3, decay="linear")
+    rule = DropAndGrow(MoveSchedule(every=10, start=100, stop=200), "gradient", drop_fraction=0.3, decay="linear")
     moved = [int((rule.moved(mask.float(), mask, (~mask).float(), step) & ~mask).sum()) for step in (100, 150, 200)]
     assert moved == [30, 15, 0]
 
 
 @pytest.mark.parametrize(("curve", "expected"), [("linear", 0.25), ("cosine", 0.25), ("cubic", 0.4375)])
 def test_curves_half_way(curve, expected):
-    rule = Pruning(Times(every=1, start=10, stop=30), curve)
+    rule = Pruning(MoveSchedule(every=1, start=10, stop=30), curve)
     assert float(1 - rule.density(Fraction(1), Fraction(1, 2), 20)) == pytest.approx(expected)
     assert rule.density(Fraction(1), Fraction(1, 3), 10) == 1
     assert rule.density(Fraction(1), Fraction(1, 3), 30) == Fraction(1, 3)
@@ -156,7 +156,7 @@ def test_curves_half_way(curve, expected):
     st.sampled_from(["cubic", "linear", "cosine"]), st.integers(1, 7), st.integers(0, 5), st.integers(1, 30), st.integers(1, 99)
 )
 def test_density_falls_to_exactly_the_last(curve, every, start, length, percent):
-    rule = Pruning(Times(every, start + length, start), curve)
+    rule = Pruning(MoveSchedule(every, start + length, start), curve)
     last = Fraction(percent, 100)
     densities = [rule.density(Fraction(1), last, step) for step in range(start, start + length + 1)]
     assert densities == sorted(densities, reverse=True)

@@ -11,7 +11,7 @@ from smupar.paper.controls import CONSTANT, MEASURED, SMUPAR
 from smupar.paper.settings import Scale
 from smupar.study.store import Study
 from smupar.updates.trace import Trace
-from tests.paper.test_paper import finished
+from tests.paper.rows import finished
 
 CPU, SMALL = Scale("cpu"), Scale("small", "data/text", 8192)
 OPTIMUM = {MEASURED: 0, SMUPAR: -2, CONSTANT: 1, "trust": 2, "rms": 3, "spectral": 1, "function": 0}

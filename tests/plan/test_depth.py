@@ -193,6 +193,13 @@ def test_depth_that_is_not_clear_is_refused_with_the_remedy(settings, message):
         plan_of(64, 8, **settings)
 
 
+def test_kinds_of_layers_in_another_order_are_refused():
+    model, base = Residual(64, 8, (Gate, Block)), Residual(16, 2, (Block, Gate))
+    with pytest.raises(ValueError, match="has a Gate where base has a Block: build base with its kinds of layers in the same"):
+        smupar.make_plan(model, base=base, branches=BRANCHES)
+    assert smupar.make_plan(model, base=Residual(16, 2, (Gate, Block)), branches=BRANCHES).branches
+
+
 def test_question_proposes_the_last_layer_of_each_part():
     with pytest.raises(ValueError, match="branches=") as error:
         plan_of(64, 8)

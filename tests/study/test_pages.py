@@ -12,7 +12,7 @@ from smupar.study.definition import curve_of
 from smupar.study.picture import draw_png
 from smupar.study.report import write_report
 from smupar.study.store import Result, Study
-from tests.study.test_study import summary
+from tests.study.tiny import summary
 
 TINY = RunConfig(model=ModelConfig(width=32, depth=1, head_dim=16), base_width=32, steps=2)
 

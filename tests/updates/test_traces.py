@@ -209,7 +209,7 @@ def test_target_that_diverges_keeps_its_last_factor_and_says_so_in_its_trace(pro
 def test_trace_of_another_optimizer_warns(proxy):
     model, plan = make()
     optimizers = optimizers_of("sgd", model, plan)
-    with pytest.warns(UpdatesWarning, match="recorded with adamw, this is sgd"):
+    with pytest.warns(UpdatesWarning, match="recorded with adamw, but this is sgd"):
         smupar.follow_updates(model, plan, optimizers, trace=proxy)
 
 

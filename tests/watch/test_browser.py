@@ -186,6 +186,11 @@ def test_filter_colour_and_sort(visit, served):
     titles = page.locator("#charts h3").all_inner_texts()
     assert titles == ["loss"]
     assert page.locator("#charts .keys li").all_inner_texts()[:2] == ["sparsity 0", "sparsity 0.75"]
+    left = "(plot) => [plot._fullLayout.width - plot.clientWidth, plot._fullLayout.height - plot.clientHeight]"
+    sizes = f"[...document.querySelectorAll('#charts .plot')].flatMap({left})"
+    page.wait_for_function(
+        f"() => {sizes}.every((left) => Math.abs(left) <= 1)"
+    )  # the chart fills its frame, which is wider now
     losses = "[...document.querySelectorAll('tbody tr')].map((row) => Number(row.cells[6].textContent))"
     column = page.locator("th", has=page.locator("#sort-loss"))
     for order, falls in (("ascending", False), ("descending", True)):

@@ -255,5 +255,5 @@ def _peak_bytes(call: Call) -> int:
 def _timed(calls: dict[str, Call], repeats: int) -> dict[str, float]:
     """Median seconds of a call. Sides take turns, and each is called several times between two readings of the clock."""
     rough = {side: max(1e-6, synced_seconds_of(call, 2)) for side, call in calls.items()}
-    nums = {side: min(50, max(2, round(8e-3 / seconds))) for side, seconds in rough.items()}  # calls in about 8 ms
-    return in_turns(calls, repeats, lambda side, call: synced_seconds_of(call, nums[side]))
+    num_calls = {side: min(50, max(2, round(8e-3 / seconds))) for side, seconds in rough.items()}  # calls in about 8 ms
+    return in_turns(calls, repeats, lambda side, call: synced_seconds_of(call, num_calls[side]))

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from smupar.check.audit import Finding, differences, unsettled
-from smupar.check.coordinates.depth import SAME_DEPTH, layers_of
+from smupar.check.coordinates.depth import SAME_DEPTH, Layers, layers_of
 from smupar.check.coordinates.grid import Grid, MakeModel, listed
 from smupar.check.coordinates.measure import JUDGED, Cell, GridPoint, Reading, SizeRecorder
 from smupar.check.coordinates.report import Report
@@ -85,7 +85,6 @@ def coord_check(
     settings      settings of ``parameterize``
     """
     training = _Training(loss_fn, optimizer, lr, weight_decay, scheduler, prepare, allocation, settings, sparsifier)
-    refuse(horizon is not None and depths, "depths are compared only in the first steps: leave out horizon")
     kind, steps = _kind_of_run(horizon, training), steps if horizon is None else horizon
     rule_list = (rules,) if isinstance(rules, str) else tuple(rules)
     training.check(rule_list, densities)
@@ -235,13 +234,7 @@ class GridRun:
         self.faults += _decay_faults(self.optimizers)
 
     def train(self, batches: list[Any]) -> None:
-        layers = SAME_DEPTH
-        if self.cell.depth is not None:
-            run = partial(self.training.loss_fn, self.model, copy(batches[0]))
-            layers = layers_of(self.model, self.grid.base, self.plan, run)
-            text = "is in no branch that is divided"
-            self.faults += [Finding(f"{path!r} {text}", "branch missing", path) for path in layers.beside]
-        self.recorder = SizeRecorder(self.model, self.plan, self.grid.growth_in(self.model), layers)
+        self.recorder = SizeRecorder(self.model, self.plan, self.grid.growth_in(self.model), self.layers(batches[0]))
         self._probe(batches[0])
         for step, batch in enumerate(batches, 1):
             self.recorder.step = step
@@ -273,6 +266,15 @@ class GridRun:
         self.faults += [
             finding for finding in after if (finding.cause, finding.name) not in known_faults and finding.cause != "LR"
         ]
+
+    def layers(self, batch: Any) -> Layers:
+        """The layers to measure. If the check varies the depth, these are the ones that correspond to a layer of the base."""
+        if self.cell.depth is None:
+            return SAME_DEPTH
+        layers = layers_of(self.model, self.grid.base, self.plan, partial(self.training.loss_fn, self.model, copy(batch)))
+        text = "is in no branch that is divided"
+        self.faults += [Finding(f"{path!r} {text}", "branch missing", path) for path in layers.beside]
+        return layers
 
     def _probe(self, batch: Any) -> None:
         """Runs the first batch without side effects: dropout is the same each time, and running statistics are restored."""

@@ -7,11 +7,12 @@ from typing import Any, Self
 
 from smupar.check.audit import Finding
 from smupar.check.coordinates.check import GridRun, faults_and_plans
-from smupar.check.coordinates.measure import GRAD_X, Cell, Reading
+from smupar.check.coordinates.depth import SAME_DEPTH, Layers
+from smupar.check.coordinates.measure import DY, GRAD_X, Cell, Reading
 from smupar.check.whole_run.report import RunReport
 from smupar.plan.parameters import parent_path
 from smupar.plan.plan import Plan
-from smupar.updates.observation import ALIGNMENT, DECAY, LR, MOVED, Observation
+from smupar.updates.observation import ALIGNMENT, DECAY, ENTROPY, LR, MOVED, Observation
 from smupar.updates.observer import observe
 
 _NO_SIZES = (ALIGNMENT, LR, DECAY, MOVED)
@@ -21,6 +22,7 @@ class LongRun(GridRun):
     """A run that is observed at some steps, instead of measured at every step."""
 
     def train(self, batches: list[Any]) -> None:
+        self.measured = self.layers(batches[0])
         observer = observe(self.model, self.plan, self.optimizers, steps=len(batches))
         self.observation = observer.observation
         make = self.training.sparsifier if self.plan.hidden_sparsity else None  # a dense model has no masks to move
@@ -45,23 +47,31 @@ class LongRun(GridRun):
         ]
 
     def read(self) -> list[Reading]:
-        return readings_of(self.observation, self.cell, self.plan)
+        return readings_of(self.observation, self.cell, self.plan, self.measured)
 
     @classmethod
     def report(cls, runs: Sequence[Self], readings: list[Reading]) -> RunReport:
         return RunReport(readings, *faults_and_plans(runs), {run.cell: run.observation for run in runs})
 
 
-def readings_of(seen: Observation, cell: Cell, plan: Plan) -> list[Reading]:
-    """The sizes of an observation, as readings of the coordinate check."""
-    factors = {GRAD_X: plan.output_factor}
+def readings_of(seen: Observation, cell: Cell, plan: Plan, layers: Layers = SAME_DEPTH) -> list[Reading]:
+    """The sizes of an observation, as readings of the coordinate check. ``layers`` are those that are compared over depths."""
     return [
         Reading(
-            **vars(cell), step=step, place=parent_path(name) or name, kind="layer", role="hidden", quantity=quantity,
-            rms=value / factors.get(quantity, 1.0), mean_abs=value,
+            **vars(cell), step=step, place=layers.place(parent_path(name)) or name, kind="layer", role="hidden",
+            quantity=quantity, rms=value / _expected(quantity, parent_path(name), plan, layers), mean_abs=value,
         )
         for quantity, rows in seen.sizes.items()
         if quantity not in _NO_SIZES
         for name, values in rows.items()
+        if quantity == ENTROPY or layers.is_measured(parent_path(name))
         for step, value in zip(seen.at, values, strict=True)
     ]  # fmt: skip
+
+
+def _expected(quantity: str, path: str, plan: Plan, layers: Layers) -> float:
+    """What the plan alone makes of a size. The layer that ends a branch is observed before its branch is divided, and so is its
+    gradient; a gradient that arrives further inside has passed the factor."""
+    if quantity == GRAD_X:
+        return plan.output_factor * (1.0 if path in dict(plan.branches) else layers.gradient(path))
+    return layers.effect(path) if quantity == DY else 1.0

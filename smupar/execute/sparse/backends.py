@@ -110,8 +110,13 @@ def compress(layer: nn.Module, mask: Tensor, backend: str = "csr", *, out_dim: i
     del layer.weight_mask
     layer.__class__ = SparseLinear
     sparse = cast(SparseLinear, layer)
-    sparse.original, sparse.matrix_shape, sparse.out_dim, sparse.backend = original, (num_rows, num_columns), out_dim, backend
-    sparse.kernel_of, sparse.dense, sparse.weight = partial(kernel_of, backend), PassGradient(), values
+    sparse.original = original
+    sparse.matrix_shape = (num_rows, num_columns)
+    sparse.out_dim = out_dim
+    sparse.backend = backend
+    sparse.kernel_of = partial(kernel_of, backend)
+    sparse.dense = PassGradient()
+    sparse.weight = values
     sparse.register_buffer("weight_columns", columns)
     sparse.register_buffer("weight_row_starts", starts)
     return sparse

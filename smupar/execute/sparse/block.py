@@ -98,11 +98,11 @@ class Blocks(OnGpu):
         by_row = index.out_dim == int(back)  # whether output lines are rows of blocks
         lines, num_lines = (index.rows, index.shape[0]) if by_row else (index.columns, index.shape[1])
         y, halves, most = rows.new_empty(len(rows), num_lines), values.to(DTYPE), _MOST_PROGRAMS * _TOKENS
-        for part, made in zip(rows.split(most), y.split(most), strict=True):
+        for part, result in zip(rows.split(most), y.split(most), strict=True):
             _kernels().gathered[(num_lines // index.size, -(-len(part) // _TOKENS))](
                 part,
                 halves,
-                made,
+                result,
                 *lines.tensors(),
                 len(part),
                 rows.shape[1],
@@ -115,13 +115,13 @@ class Blocks(OnGpu):
         return y
 
     def values_grad(self, grad: Tensor, x: Tensor, index: BlocksIndex, values: Tensor) -> Tensor:
-        made = torch.empty_like(values)
+        values_grad = torch.empty_like(values)
         by_row, by_column = (grad, x) if index.out_dim == 0 else (x, grad)
         if len(index.row_of):
             _kernels().sampled[(len(index.row_of),)](
                 by_row,
                 by_column,
-                made,
+                values_grad,
                 index.row_of,
                 index.rows.indices,
                 index.rows.origins,
@@ -133,7 +133,7 @@ class Blocks(OnGpu):
                 TOKENS=_TOKENS_BACK,
                 **_LAUNCH[index.size],
             )
-        return made
+        return values_grad
 
 
 def _kernels() -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,16 +77,14 @@ class MatmulPlan:
         self.shape, self.num_rows, self.handle = shape, num_rows, _handle(device)
         num_outputs, num_inputs = shape
         matrix, rows, result, product, self.choice, self.plan = parts = [Struct() for _ in range(6)]
-        kind = ctypes.c_uint32(_ALIGNMENT), _CUDA_R_16BF
-        of_matrix = *_sizes(num_outputs, num_inputs, num_inputs), *kind, _CUSPARSE_ORDER_ROW, _CUSPARSELT_SPARSITY_50_PERCENT
-        of_rows = *_sizes(num_rows, num_inputs, num_inputs), *kind, _CUSPARSE_ORDER_ROW
-        of_result = *_sizes(num_outputs, num_rows, num_outputs), *kind, _CUSPARSE_ORDER_COL
-        _call("StructuredDescriptorInit", self.handle, matrix, *of_matrix)
-        _call("DenseDescriptorInit", self.handle, rows, *of_rows)
-        _call("DenseDescriptorInit", self.handle, result, *of_result)
+        by_row, by_column = _CUSPARSE_ORDER_ROW, _CUSPARSE_ORDER_COL
+        matrix_layout = _layout(num_outputs, num_inputs, num_inputs, by_row)
+        _call("StructuredDescriptorInit", self.handle, matrix, *matrix_layout, _CUSPARSELT_SPARSITY_50_PERCENT)
+        _call("DenseDescriptorInit", self.handle, rows, *_layout(num_rows, num_inputs, num_inputs, by_row))
+        _call("DenseDescriptorInit", self.handle, result, *_layout(num_outputs, num_rows, num_outputs, by_column))
         operations = _CUSPARSE_OPERATION_NON_TRANSPOSE, _CUSPARSE_OPERATION_TRANSPOSE
-        matrices = matrix, rows, result, result
-        _call("MatmulDescriptorInit", self.handle, product, *operations, *matrices, _CUSPARSE_COMPUTE_32F)
+        operands = matrix, rows, result, result  # the result is both added to (times zero) and written
+        _call("MatmulDescriptorInit", self.handle, product, *operations, *operands, _CUSPARSE_COMPUTE_32F)
         _call("MatmulAlgSelectionInit", self.handle, self.choice, product, _CUSPARSELT_MATMUL_ALG_DEFAULT)
         _call("MatmulPlanInit", self.handle, self.plan, product, self.choice)
         # No cleanup at exit: the library may already be unloaded then, and the process frees its memory anyway.
@@ -107,10 +106,10 @@ class MatmulPlan:
         self.workspace = size.value
 
     def _run(self, name: str, matrix: Tensor, rows: Tensor) -> Tensor:
-        made = rows.new_empty(self.num_rows, self.shape[0])
+        result = rows.new_empty(self.num_rows, self.shape[0])
         workspace = rows.new_empty(self.workspace, dtype=torch.uint8) if self.workspace else None
         stream = current_stream(rows.device)
-        into = ctypes.c_void_p(made.data_ptr())
+        result_address = ctypes.c_void_p(result.data_ptr())
         _call(
             name,
             self.handle,
@@ -119,17 +118,19 @@ class MatmulPlan:
             ctypes.c_void_p(matrix.data_ptr()),
             ctypes.c_void_p(rows.data_ptr()),
             ctypes.byref(self.zero),
-            into,
-            into,
+            result_address,  # added to, times zero
+            result_address,
             None if workspace is None else ctypes.c_void_p(workspace.data_ptr()),
             ctypes.byref(stream),
             1,
         )
-        return made
+        return result
 
 
-def _sizes(num_rows: int, num_columns: int, leading: int) -> tuple[ctypes.c_int64, ...]:
-    return ctypes.c_int64(num_rows), ctypes.c_int64(num_columns), ctypes.c_int64(leading)
+def _layout(num_rows: int, num_columns: int, leading: int, order: Any) -> tuple[Any, ...]:
+    """The arguments that describe a bfloat16 matrix. ``leading`` is the distance between two rows, or columns, by ``order``."""
+    sizes = map(ctypes.c_int64, (num_rows, num_columns, leading))
+    return *sizes, ctypes.c_uint32(_ALIGNMENT), _CUDA_R_16BF, order
 
 
 def _destroy(matrix: Struct, rows: Struct, result: Struct, product: Struct, choice: Struct, plan: Struct) -> None:

@@ -104,35 +104,36 @@ class SemiStructured(OnGpu):
 
 def packed(values: Tensor, index: SemiIndex) -> Tensor:
     """The matrix in cuSPARSELt's packed format."""
-    made = _room(index.metadata, index.shape[0], len(values))
-    made.view(-1)[: len(values)].copy_(values)
-    return made
+    matrix = _packed_matrix(index.metadata, index.shape[0], len(values))
+    matrix.view(-1)[: len(values)].copy_(values)
+    return matrix
 
 
 def packed_transpose(values: Tensor, index: SemiIndex) -> Tensor:
     """The transpose of the matrix in cuSPARSELt's packed format."""
-    made = _room(index.transposed_metadata, index.shape[1], len(values))
+    matrix = _packed_matrix(index.transposed_metadata, index.shape[1], len(values))
     row_tiles, column_tiles = index.codes.shape
     kernel = compiled(_SOURCE, "turn", values.device, F32=int(values.dtype == torch.float32))
     grid = -(-column_tiles // 32), -(-row_tiles // 32), 1
-    kernel(grid, (256, 1, 1), [values, index.codes, made, row_tiles, column_tiles])
-    return made
+    kernel(grid, (256, 1, 1), [values, index.codes, matrix, row_tiles, column_tiles])
+    return matrix
 
 
 def picked(matrix: Tensor, index: SemiIndex, values: Tensor) -> Tensor:
     """The entries of a matrix at the positions of the non-zeros, in the dtype of ``values``."""
-    made = torch.empty_like(values)
+    entries = torch.empty_like(values)
     row_tiles, column_tiles = index.codes.shape
     kernel = compiled(_SOURCE, "pick", values.device, F32=int(values.dtype == torch.float32))
     grid = -(-column_tiles // 256), min(row_tiles, 65535), 1
-    kernel(grid, (256, 1, 1), [matrix, index.codes, made, row_tiles, column_tiles])
-    return made
+    kernel(grid, (256, 1, 1), [matrix, index.codes, entries, row_tiles, column_tiles])
+    return entries
 
 
-def _room(metadata: Tensor, num_rows: int, num_values: int) -> Tensor:
-    made = metadata.new_empty(num_rows, (num_values + len(metadata)) // num_rows)
-    made.view(-1)[num_values:].copy_(metadata)
-    return made
+def _packed_matrix(metadata: Tensor, num_rows: int, num_values: int) -> Tensor:
+    """A packed matrix with its metadata, and with space for its values."""
+    matrix = metadata.new_empty(num_rows, (num_values + len(metadata)) // num_rows)
+    matrix.view(-1)[num_values:].copy_(metadata)
+    return matrix
 
 
 def _metadata(mask: Tensor) -> Tensor:
@@ -142,12 +143,12 @@ def _metadata(mask: Tensor) -> Tensor:
     for digits in (number % 251, number // 251 % 251):  # bfloat16 holds these numbers exactly
         values = (digits + 1).to(DTYPE)
         matrix = torch.zeros(mask.shape, dtype=DTYPE, device=mask.device).masked_scatter_(mask, values)
-        made = torch._cslt_compress(matrix)
-        flat = made.view(-1)
-        if made.dim() != 2 or len(made) != len(mask) or not torch.equal(flat[: len(values)], values):
+        packed_matrix = torch._cslt_compress(matrix)
+        flat = packed_matrix.view(-1)
+        if packed_matrix.dim() != 2 or len(packed_matrix) != len(mask) or not torch.equal(flat[: len(values)], values):
             raise RuntimeError(
                 f"this version of cuSPARSELt packs a matrix of shape {tuple(mask.shape)} in an unexpected way, as "
-                f"{tuple(made.shape)}: use sparsify_storage with backend='dense', and tell us your version of torch"
+                f"{tuple(packed_matrix.shape)}: use sparsify_storage with backend='dense', and tell us your version of torch"
             )
         metadata.append(flat[len(values) :].view(torch.int16).clone())
     if not torch.equal(*metadata):

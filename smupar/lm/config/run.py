@@ -459,8 +459,8 @@ class Execution:
     full: bool = False
     """Print every number of every parameter in the plan, not a summary by kind of layer."""
     peak_tflops: float | None = None
-    """Peak speed of one device, for the share of peak in the progress line. Default: the datasheet's, or else the measured
-    speed of a large product."""
+    """Peak speed of one device, for the share of peak in the progress line. Default on a GPU: the datasheet's, or else the
+    measured speed of a large product. On a CPU no share is shown unless it is given."""
 
     def __post_init__(self) -> None:
         check_choices(self)

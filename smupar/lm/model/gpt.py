@@ -61,26 +61,27 @@ class LayerCache:
     """Keys and values of one layer. Their buffers double when they are full, so that each token is copied about once on
     average."""
 
-    def __init__(self, whole: Cache) -> None:
-        self.whole = whole
-        self.room: tuple[Tensor, Tensor] | None = None
+    def __init__(self, model_cache: Cache) -> None:
+        self.model_cache = model_cache
+        self.buffers: tuple[Tensor, Tensor] | None = None
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Appends the keys and values of new tokens. Returns those of all tokens."""
-        start, stop = self.whole.length, self.whole.length + keys.shape[2]
-        if self.room is None or self.room[0].shape[2] < stop:
-            self.room = _larger(keys, stop, self.room and self.room[0]), _larger(values, stop, self.room and self.room[1])
-        for room, new in zip(self.room, (keys, values), strict=True):
-            room[:, :, start:stop] = new
-        return self.room[0][:, :, :stop], self.room[1][:, :, :stop]
+        start, stop = self.model_cache.length, self.model_cache.length + keys.shape[2]
+        if self.buffers is None or self.buffers[0].shape[2] < stop:
+            old_keys, old_values = self.buffers or (None, None)
+            self.buffers = _larger(keys, stop, old_keys), _larger(values, stop, old_values)
+        for buffer, new in zip(self.buffers, (keys, values), strict=True):
+            buffer[:, :, start:stop] = new
+        return self.buffers[0][:, :, :stop], self.buffers[1][:, :, :stop]
 
 
 def _larger(like: Tensor, num: int, old: Tensor | None) -> Tensor:
     """A buffer for twice that many tokens, with the content of the old buffer."""
-    room = like.new_empty(*like.shape[:2], 2 * num, like.shape[3])
+    buffer = like.new_empty(*like.shape[:2], 2 * num, like.shape[3])
     if old is not None:
-        room[:, :, : old.shape[2]] = old
-    return room
+        buffer[:, :, : old.shape[2]] = old
+    return buffer
 
 
 class Attention(nn.Module):
@@ -98,7 +99,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
         batch, length, width = x.shape
-        start = 0 if cache is None else cache.whole.length
+        start = 0 if cache is None else cache.model_cache.length
         q, k, v = self.qkv(x).view(batch, length, 3, -1, self.head_dim).permute(2, 0, 3, 1, 4)
         if self.positions == "rotary":
             q, k = rotate(q, start), rotate(k, start)
@@ -106,7 +107,7 @@ class Attention(nn.Module):
             k, v = cache.extend(k, v)
         q = (q * self.scale).to(v.dtype)  # in a stack the scale has a dimension, and so would turn bf16 into fp32
         if cache is not None:
-            bias = cache.whole.bias(self, q, k.shape[2])
+            bias = cache.model_cache.bias(self, q, k.shape[2])
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias, scale=1.0)
         elif self.kernel == "products":
             scores = (q @ k.mT).float() + self.bias(q, length)

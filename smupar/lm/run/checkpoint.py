@@ -288,13 +288,13 @@ def _read_optimizer_state(folder: Path, model: nn.Module, optimizers: list[torch
         name, _, what = key.partition("/")
         weight = weight_of(model, name)
         optimizer, group = homes[id(weight.parameter)]
-        optimizer.state[weight.parameter][what] = _state_room(entry, weight.parameter, group)
+        optimizer.state[weight.parameter][what] = _empty_state(entry, weight.parameter, group)
         if weight.is_foreign(entry.size):
             watch_optimizers(model, replaced=())
     read_tensors(folder, optimizer_state(model, optimizers))
 
 
-def _state_room(entry: TensorStorageMetadata, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
+def _empty_state(entry: TensorStorageMetadata, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
     dtype = entry.properties.dtype
     if tuple(entry.size) == tuple(parameter.shape):
         return torch.zeros_like(parameter, dtype=dtype, memory_format=torch.preserve_format).detach()

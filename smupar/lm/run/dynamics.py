@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from smupar.dynamic.policies import DropAndGrow, MaskGoal, Pruning, Rounds, Times, pruning_goal
+from smupar.dynamic.policies import DropAndGrow, MaskGoal, MoveSchedule, Pruning, Rounds, pruning_goal
 from smupar.dynamic.sparsifiers import Sparsifier, StackedSparsifier
 from smupar.execute.stacked import Stack
 from smupar.lm.config.run import RunConfig
@@ -30,14 +30,14 @@ def _goal(config: RunConfig, plan: Plan) -> MaskGoal | None:
     """How the masks of a run move; None if they stay."""
     if config.dynamic == "none" or config.density == 1:  # a dense model has no masks
         return None
-    times = Times(config.mask_every, config.last_move)
+    schedule = MoveSchedule(config.mask_every, config.last_move)
     if grow := config.mask_method.grows_by:
-        return MaskGoal(plan, DropAndGrow(times, grow, config.drop_fraction))
+        return MaskGoal(plan, DropAndGrow(schedule, grow, config.drop_fraction))
     density = allocated(config, config.density)
     assert density is not None
     if config.mask_method.in_rounds:
         return pruning_goal(plan, Rounds(config.round_steps, config.rounds), density, config.correction)
-    return pruning_goal(plan, Pruning(times), density, config.correction)
+    return pruning_goal(plan, Pruning(schedule), density, config.correction)
 
 
 def read_trace(config: RunConfig) -> Trace | None:

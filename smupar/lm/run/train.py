@@ -178,9 +178,10 @@ class _FolderKeeper:
         self.stepper, self.checkpoints, self.num_kept = stepper, path / "checkpoints", how.keep
         self.folder, self.track = folder, track
         self.steps, world = stepper.config.steps, stepper.world
-        # The usual convention: 6 FLOPs for each parameter and token.
-        peak = peak_flops(world.device, stepper.config.dtype, how.peak_tflops) * world.size
-        self.peak_speed = peak / (6 * stepper.num_parameters)
+        self.peak_speed: float | None = None  # a CPU has none that one would know, and other work would change what is measured
+        if world.device.type != "cpu" or how.peak_tflops:
+            peak = peak_flops(world.device, stepper.config.dtype, how.peak_tflops) * world.size
+            self.peak_speed = peak / (6 * stepper.num_parameters)  # the usual convention: FLOPs for each parameter and token
         self.done, self.loss, self.speed = first, math.nan, math.nan
 
     def show(self, done: int, loss: float, seconds: float) -> None:
@@ -191,7 +192,8 @@ class _FolderKeeper:
         """The status line."""
         words = [f"step {self.done} of {self.steps}"]
         if math.isfinite(self.speed):
-            words += [f"loss {self.loss:.3f}", f"{_short(self.speed)} tokens/s", f"{self.speed / self.peak_speed:.0%} of peak"]
+            words += [f"loss {self.loss:.3f}", f"{_short(self.speed)} tokens/s"]
+            words += [f"{self.speed / self.peak_speed:.0%} of peak"] if self.peak_speed else []
         return Status(self.done / self.steps, tuple(words), rank=(1, 0, 2, 3)[: len(words)])
 
     def log(self, index: int, row: Row) -> None:

@@ -8,7 +8,9 @@ import torch
 import smupar
 from smupar.check.whole_run.report import RunReport
 from smupar.cli.main import main
-from tests.check.coordinates.grid import Fork, batches_of
+from tests.check.coordinates.grid import Fork, batches_of, token_batches
+from tests.check.coordinates.test_depth import ENDS, Net
+from tests.check.coordinates.test_depth import loss_of as depth_loss
 from tests.loops import loss_of
 
 
@@ -68,3 +70,22 @@ def test_command_trains_a_whole_run_and_writes_its_files(tmp_path, capsys):
     main(["check", *options.split(), "--depth", "1", "--out", str(tmp_path)])
     assert "PASS SmuPar over 12 steps of 2 runs" in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} >= {"check.json", "check.html", "check.png"}
+
+
+def deep(**settings):
+    """A check over depth, of models whose branches CompleteP divides."""
+    batches = token_batches(24, shape=(2, 8))
+    given = {"base_width": 16, "widths": [32], "depths": [2, 8], "lr": 2**-7, "weight_decay": 0.1, "seeds": 2, "horizon": 24}
+    return smupar.coord_check(Net, depth_loss, batches, progress=False, **{"branches": ENDS, **given, **settings})
+
+
+def test_whole_runs_are_compared_over_depth_at_the_same_places():
+    found = deep()
+    assert found.ok, found.explain()
+    assert {drift.axis for drift in found.drifts} == {"depth"}
+    assert {reading.place for reading in found.readings if reading.depth == 8} == {
+        f"blocks.{number}.{layer}" for number in (0, 1) for layer in ("mix.0", "mix.2", "up", "down")
+    }
+    # A factor that was forgotten or counted twice makes slopes of gradients 1 or -1, in the layer that ends a branch or inside.
+    slopes = {one.kind: one.slopes[1] for one in found.drifts if one.quantity == "grad X"}
+    assert max(map(abs, slopes.values())) < 0.35, slopes

@@ -378,8 +378,8 @@ def test_backends_on_a_gpu_want_bfloat16_activations(monkeypatch):
 
 def test_devices_without_a_kernel_say_what_is_missing(monkeypatch):
     assert missing("csr", torch.device("cpu")) is None
-    assert "runs on a CPU or an NVIDIA GPU, the model is on mps" in missing("csr", torch.device("mps"))
-    with pytest.raises(ValueError, match="'block' needs an NVIDIA GPU, the model is on cpu: use 'csr' there"):
+    assert "runs on a CPU or an NVIDIA GPU, but the model is on mps" in missing("csr", torch.device("mps"))
+    with pytest.raises(ValueError, match="'block' needs an NVIDIA GPU, but the model is on cpu: use 'csr' there"):
         kernel_of("block", torch.device("cpu"))
     monkeypatch.delattr(torch.cuda, "_compile_kernel", raising=False)
     assert "torch.cuda._compile_kernel" in gpu.missing(GPU)

@@ -102,10 +102,10 @@ FOLDERS = {
     "empty plan": (write("smupar_plan.json", ""), r"smupar_plan.json is .*write it again"),
     "plan without fields": (write("smupar_plan.json", "{}"), r"smupar_plan.json is .*write it again"),
     "plan without rows": (write("smupar_plan.json", '{"format": "smupar-plan/1"}'), r"smupar_plan.json is .*write it again"),
-    "lost weight": (lose("transformer.ln_f.weight"), r"incomplete, it lacks 'transformer.ln_f.weight'"),
+    "lost weight": (lose("transformer.ln_f.weight"), r"incomplete: it lacks 'transformer.ln_f.weight'"),
     "lost mask": (
         lose("transformer.h.0.mlp.c_fc.weight_mask"),
-        r"incomplete, it lacks 'transformer.h.0.mlp.c_fc.weight_mask'",
+        r"incomplete: it lacks 'transformer.h.0.mlp.c_fc.weight_mask'",
     ),
     "damaged weights": (cut_weights, "weights are damaged"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), r"no model\.safetensors"),

@@ -329,7 +329,7 @@ def test_finished_preparation_returns_at_once(capsys):
     assert prepare(_config("a.txt")) == index
     assert {path.name: path.stat().st_mtime_ns for path in Path("out").iterdir()} == before
     said = capsys.readouterr().err
-    assert "out is already prepared: nothing to do" in said
+    assert "out is prepared already: nothing to do" in said
     assert "written after" not in said
 
 

@@ -163,7 +163,7 @@ def test_run_that_diverges_in_a_stack_says_so_in_its_trace_and_hurts_nobody(libr
 def test_state_of_other_models_is_refused_and_changes_nothing(library):
     small, wide = (GPTStack([replace(STACKED, model=replace(STACKED.model, width=width))], library, CPU) for width in (32, 64))
     before = {name: tensor.clone() for name, tensor in wide.state_dict().items()}
-    with pytest.raises(ValueError, match=r"is \(1, .*\) in the state and \(1, .*\) in the stack: load the state of the same"):
+    with pytest.raises(ValueError, match=r"is \(1, .*\) in the state, but \(1, .*\) in the stack: load the state of the same"):
         wide.load_state_dict(small.state_dict(), num_steps=1)
     assert all(torch.equal(tensor.nan_to_num(), before[name].nan_to_num()) for name, tensor in wide.state_dict().items())
     assert wide.num_steps == 0

@@ -256,7 +256,7 @@ def test_model_without_zeros_cannot_be_packed(tmp_path):
 def test_more_tokens_than_learned_positions_raise_with_the_number_left(tmp_path):
     folder = chain(tmp_path / "short", {97: 97}, positions="learned", context=10)
     assert "".join(generate(_config(folder, prompt="aaa", tokens=7, temperature=0.0))) == "a" * 10
-    with pytest.raises(ValueError, match="positions for 10 tokens, the prompt has 3: pass --tokens 7 or fewer"):
+    with pytest.raises(ValueError, match="positions for 10 tokens, but the prompt has 3: pass --tokens 7 or fewer"):
         list(generate(_config(folder, prompt="aaa", tokens=8)))
 
 

@@ -54,7 +54,7 @@ BAD = {
     "roles glob": ({"roles": {"layers.*": "hidden"}}, r"roles: 'layers.\*' matches none"),
     "unknown role": ({"roles": {"head.weight": "output"}}, "'head.weight'.*'output'"),
     "init_std glob": ({"init_std": {"layers.*": 0.1, "*": 0.1}}, r"init_std: 'layers.\*' matches none"),
-    "init_std incomplete": ({"init_std": {"hidden.*": 0.1}}, "says nothing about embedding.weight, head.weight"),
+    "init_std incomplete": ({"init_std": {"hidden.*": 0.1}}, "does not cover embedding.weight, head.weight"),
     "init_std nan": ({"init_std": NAN}, "init_std must be a finite number"),
     "init_std -1": ({"init_std": -1.0}, "init_std must not be negative"),
     "init_std text": ({"init_std": "kaiming"}, "'kaiming'"),

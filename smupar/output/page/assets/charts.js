@@ -199,6 +199,8 @@ function drawn(plot, traces, made, opens) {
   plot.opens = opens;
   const first = !plot.data;
   Plotly.react(plot, traces, made, CONFIG);
+  const size = plot._fullLayout;
+  if (Math.abs(size.width - plot.clientWidth) > 1 || Math.abs(size.height - plot.clientHeight) > 1) Plotly.Plots.resize(plot); // its frame has changed
   if (first) plot.on("plotly_click", (event) => {
     const ids = event.points[0] && event.points[0].customdata;
     if (ids && ids.length) plot.opens(Array.isArray(ids) ? ids : [ids]);

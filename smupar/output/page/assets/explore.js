@@ -7,6 +7,8 @@ function fieldsOf(table) {
 
 /** Charts of all runs over a field: one for each value of ``panel``, one line for each value of ``colour``, through its best runs. */
 function exploredCharts(rows, { x, y, colour, panel }) {
+  const inOrder = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b)));
+  const values = colour ? [...new Set(rows.map((row) => row[colour]))].sort(inOrder) : [0]; // of all charts, so that they share colours
   const groups = new Map();
   for (const row of rows) {
     const title = panel ? `${panel === "rule" ? "" : named(panel) + " "}${shown(row[panel])}` : named(y);
@@ -20,10 +22,10 @@ function exploredCharts(rows, { x, y, colour, panel }) {
       if (!lines.has(label)) lines.set(label, { value: colour ? row[colour] : 0, rows: [] });
       lines.get(label).rows.push(row);
     }
-    const sorted = [...lines].sort(([, a], [, b]) => (typeof a.value === "number" ? a.value - b.value : String(a.value).localeCompare(String(b.value))));
+    const sorted = [...lines].sort(([, a], [, b]) => inOrder(a.value, b.value));
     return {
       title, rule: group.rule, x_label: named(x), y_label: axisName(y), group: axisName(y), log_x: group.rows.every((row) => row[x] > 0), log_y: false,
-      lines: sorted.map(([label, line], index) => exploredLine(label, line.rows, { x, y, rule: colour === "rule" ? line.value : undefined, shade: index / Math.max(1, sorted.length - 1) })),
+      lines: sorted.map(([label, line]) => exploredLine(label, line.rows, { x, y, rule: colour === "rule" ? line.value : undefined, shade: values.indexOf(line.value) / Math.max(1, values.length - 1) })),
     };
   });
 }

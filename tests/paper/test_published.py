@@ -1,0 +1,127 @@
+"""Published pages: their rows, claims and pictures, and what is written by hand."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from smupar.lm.data.batches import open_text
+from smupar.paper import publish
+from smupar.paper.figure import Claim
+from smupar.paper.published import restore
+from smupar.paper.reproduce import Reproduced, figure, reproduce
+from smupar.study.config import EngineConfig
+from smupar.study.store import Study
+from tests.paper.rows import CPU, PAPER, RESULTS, fig06, fig11, parabolas
+
+
+def test_rows_of_a_published_page_stand_for_their_runs(tmp_path, capsys):
+    """Nothing is trained: all runs but the last are published, and that one is missing."""
+    with Study.open(tmp_path / "a" / "cpu" / "study", {"kind": "reproduce", "scale": "cpu", "data": "stdlib"}, "") as study:
+        for row in parabolas(fig11.runs(CPU), lambda run: -7)[:-1]:
+            study.add(row.config, row.summary)
+        study.remember("text", "stdlib", open_text(row.config).facts.sha256)
+    made = reproduce("fig11", CPU, EngineConfig(), out=str(tmp_path / "a"), so_far=True)
+    pages = tmp_path / "pages"
+    page = publish.publish(made, CPU, pages)
+    assert made.missing == 1
+    assert f"{len(made.rows)} runs (1 more are planned)" in page.read_text()
+
+    again = reproduce("fig11", CPU, EngineConfig(), out=str(tmp_path / "b"), published=str(pages), so_far=True)
+    assert f"{len(made.rows)} runs are taken from the rows in {pages}" in capsys.readouterr().err
+    assert [(row.config, row.loss) for row in again.rows] == [(row.config, row.loss) for row in made.rows]
+    assert (again.missing, again.claim) == (1, made.claim)
+    publish.publish(again, CPU, tmp_path / "copies")
+    facts = [json.loads((folder / "fig11.json").read_text()) for folder in (pages, tmp_path / "copies")]
+    assert facts[0] == facts[1]
+
+    for field, value in (("files", {"text stdlib": "of another text"}), ("scale", "small")):
+        (pages / "fig11.json").write_text(json.dumps({**facts[0], field: value}))
+        with pytest.raises(ValueError, match="no run of this figure has ended"):
+            reproduce("fig11", CPU, EngineConfig(), out=str(tmp_path / field), published=str(pages), so_far=True)
+
+
+def test_rows_never_stand_for_runs_that_record_or_follow_a_trace(tmp_path):
+    row = parabolas(fig11.runs(CPU), lambda run: -7)[0]
+    configs = [replace(row.config, record=True), replace(row.config, follow="proxy.json"), row.config]
+    rows = [replace(row, config=config, summary=replace(row.summary, id=config.id)) for config in configs]
+    files = {"text stdlib": open_text(row.config).facts.sha256}
+    publish.publish(Reproduced("fig11", Claim(True, "said"), tmp_path, rows, files), CPU, tmp_path / "pages")
+    with Study.open(tmp_path / "study", {"kind": "test"}, "") as study:
+        assert restore(study, tmp_path / "pages", CPU, configs) == 1
+        assert [result.config for result in study.results(configs)] == [row.config]
+
+
+PUBLISHED = pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.json")), ids=lambda path: f"{path.parent.name}/{path.stem}")
+
+
+@PUBLISHED
+def test_published_numbers_can_be_followed_to_their_runs(path):
+    facts = json.loads(path.read_text())
+    assert [result.config.id for result in publish.results(facts)] == [row["id"] for row in facts["rows"]]
+    assert all(re.fullmatch("[0-9a-f]{7,40}", row["commit"]) for row in facts["rows"])  # not unknown, not dirty
+
+
+@PUBLISHED
+def test_published_page_is_what_its_facts_say(path):
+    page, facts = path.with_suffix(".md").read_text(), json.loads(path.read_text())
+    pictures = re.findall(r"!\[[^]]*\]\(([^)]*)\)", page)
+    assert all((path.parent / name).exists() for name in pictures)
+    assert page == publish.page_of(facts, pictures, page.partition(publish.BY_HAND)[2].strip())
+
+
+@PUBLISHED
+def test_page_of_runs_without_decay_says_so_in_its_first_line(path):
+    decays = {result.config.weight_decay for result in publish.results(json.loads(path.read_text()))}
+    first = path.with_suffix(".md").read_text().splitlines()[2]
+    assert ("without weight decay" in first) == (decays == {0.0})
+
+
+@PUBLISHED
+def test_published_claims_are_those_of_the_published_rows(path):
+    facts = json.loads(path.read_text())
+    claim = figure(path.stem).claim(publish.measured_in(facts))
+    assert [(part.holds, part.text) for part in claim.parts or (claim,)] == [(c["holds"], c["text"]) for c in facts["claims"]]
+
+
+def test_list_of_results_is_that_of_the_pages():
+    assert (RESULTS / "README.md").read_text() == publish.index(RESULTS)
+
+
+def test_page_of_a_check_says_where_it_was_made_and_holds_its_slopes(tmp_path):
+    made = {"device": "NVIDIA H200", "torch": "2.11", "commit": "abc", "seconds": 90}
+    slope = {
+        "rule": "sp",
+        "place": "up",
+        "kind": "layer",
+        "role": "hidden",
+        "quantity": "Y",
+        "slope": 0.49876,
+        "ci": 0.0,
+        "verdict": "fail",
+    }
+    slopes = [{**slope, "step": step} for step in (0, 1, 2, 10)] + [{**slope, "step": 1, "role": "embedding"}]
+    (tmp_path / "made-on.json").write_text(json.dumps(made))
+    (tmp_path / "check.json").write_text(json.dumps({"slopes": slopes, "verdicts": {"sp": "fail"}}))
+    page = publish.publish(Reproduced("fig05", Claim(True, "said"), tmp_path), CPU, tmp_path / "pages")
+    assert "NVIDIA H200, torch 2.11, 1.5 minutes in all. Made by commit abc." in page.read_text()
+    facts = json.loads((tmp_path / "pages" / "fig05.json").read_text())
+    assert (facts["minutes"], facts["commits"], facts["devices"]) == (1.5, ["abc"], ["NVIDIA H200, torch 2.11"])
+    assert [(one["step"], one["slope"]) for one in facts["slopes"]] == [(1, 0.4988), (10, 0.4988)]
+
+
+def test_publishing_again_keeps_what_was_written_by_hand(tmp_path):
+    rows = parabolas(fig06.runs(CPU), lambda run: -6)
+    (tmp_path / "fig06").mkdir()
+    done = Reproduced("fig06", fig06.claim(rows), tmp_path / "fig06", rows)
+    page = publish.publish(done, CPU, tmp_path / "pages")
+    page.write_text(page.read_text().replace("Nothing to note yet.", "Ours are *smaller*."))
+    assert publish.publish(done, CPU, tmp_path / "pages").read_text().endswith("## Where they differ\n\nOurs are *smaller*.\n")
+    with pytest.raises(ValueError, match="was made at scale cpu: publish scale paper in another folder"):
+        publish.refuse_other_scale(tmp_path / "pages", ["fig05", "fig06"], PAPER)
+    publish.refuse_other_scale(tmp_path / "pages", ["fig05", "fig06"], CPU)
+    facts = json.loads((tmp_path / "pages" / "fig06.json").read_text())
+    assert [result.config.id for result in publish.results(facts)] == [row.config.id for row in rows]
