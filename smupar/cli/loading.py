@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -17,8 +18,23 @@ def loading(what: str = "loading PyTorch") -> Iterator[None]:
     """Shows on a terminal that something is being loaded. Ctrl-C ends the process at once, since libraries that are interrupted
     during their import may be left half loaded, and there is nothing to save yet."""
     is_main = int(os.environ.get("RANK", 0)) == 0  # ranks of torchrun share a terminal
-    with handled({signal.SIGINT: _leave}), waiting(what) if is_main else contextlib.nullcontext():
+    with handled({signal.SIGINT: _leave}), waiting(what) if is_main else contextlib.nullcontext(), _without_collections():
         yield
+
+
+@contextlib.contextmanager
+def _without_collections() -> Iterator[None]:
+    """Garbage is not collected while PyTorch is loaded, and never looked for in what was loaded. Its half a million objects
+    live as long as the process, and looking through them took a fifth of the time."""
+    if "torch" in sys.modules or not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _leave(*_: object) -> None:

@@ -19,7 +19,7 @@ from smupar.lm.model.gpt import build
 from smupar.lm.run.distributed import World
 from smupar.lm.run.optimizers import make_optimizers, set_lr
 from smupar.lm.run.schedule import lr_share
-from smupar.lm.run.stack import STACKABLE_FIELDS, GPTStack, hyperparameters, stack_key
+from smupar.lm.run.stack import STACKABLE_FIELDS, GPTStack, fastest_attention, hyperparameters, stack_key
 from smupar.lm.run.step import Stepper, next_token_loss
 from tests.loops import loss_of
 from tests.models import sequential
@@ -131,6 +131,14 @@ def test_attention_by_a_fused_kernel_gives_the_losses_of_products(text, dtype):
     stacks = {kernel: GPTStack(bag, text, torch.device("cpu"), attention=kernel) for kernel in ("fused", "products")}
     by = {kernel: torch.stack([stack.step(step) for step in range(5)]) for kernel, stack in stacks.items()}
     assert relative(by["fused"], by["products"]) < {"fp32": 1e-6, "bf16": 2e-3}[dtype]
+
+
+def test_fused_attention_of_a_stack_is_for_long_sequences_in_bf16_on_a_gpu():
+    gpu, long = torch.device("cuda"), replace(BASE, seq_len=256, dtype="bf16")
+    assert fastest_attention(long, gpu) == "fused"
+    assert fastest_attention(replace(long, seq_len=128), gpu) == "products"
+    assert fastest_attention(replace(long, dtype="fp32"), gpu) == "products"
+    assert fastest_attention(BASE, torch.device("cpu")) == "fused"
 
 
 @pytest.mark.slow  # compiles for half a minute
