@@ -203,11 +203,14 @@ def test_second_process_on_a_study_is_refused(serial):
 def test_study_of_another_definition_or_version_is_refused(serial):
     with pytest.raises(ValueError, match="holds another study"), Study.open(serial.folder, {"kind": "transfer"}, ""):
         pass
-    described = serial.describe()
-    (serial.folder / "study.json").write_text(json.dumps({**described, "version": "0.0.1"}))
+    described, file = serial.describe(), serial.folder / "study.json"
     try:
-        with pytest.raises(ValueError, match=r"was made by smupar 0\.0\.1"):
-            run(serial.folder, "serial", [])
+        for version in ("0.0.9", "99.0.0", "unknown"):
+            file.write_text(json.dumps({**described, "version": version}))
+            with pytest.raises(ValueError, match=f"was made by smupar {version}"):
+                run(serial.folder, "serial", [])
+        file.write_text(json.dumps({**described, "version": "0.1.0"}))  # its runs are the same
+        run(serial.folder, "serial", [])
     finally:
         (serial.folder / "study.json").write_text(json.dumps(described))
 
