@@ -62,6 +62,14 @@ def test_folder_that_others_control_is_not_used(tmp_path, prepare):
     assert stat.S_IMODE(chosen.stat().st_mode) == 0o700
 
 
+def test_folder_that_torch_has_named_is_checked_too(tmp_path, monkeypatch):
+    """As when the compiler was imported before, which is so in training."""
+    monkeypatch.setenv(SETTING, default_cache_dir())
+    others_can_write()
+    guard_compiler_cache()
+    assert Path(os.environ[SETTING]) == tmp_path / "cache" / "smupar" / "torch"
+
+
 def test_folder_that_the_user_chose_stays(monkeypatch):
     monkeypatch.setenv(SETTING, "/mine")
     others_can_write()

@@ -90,6 +90,10 @@ def join(how: Execution) -> Iterator[World]:
         try:
             yield World(rank, size, device, how.parallel)
             dist.barrier()  # a rank that leaves early would break the others' connections
+        except RuntimeError as error:
+            if isinstance(error, dist.DistError) or "gloo/" in str(error):
+                raise ConnectionError(f"rank {rank} has lost another rank: see what that one said, then start again") from error
+            raise
         finally:
             dist.destroy_process_group()
     else:

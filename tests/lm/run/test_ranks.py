@@ -14,7 +14,7 @@ import torch
 
 from smupar.lm.run.folder import read_summary
 from smupar.lm.run.train import train
-from tests.lm.run.processes import PROCESSES
+from tests.lm.run.processes import PROCESSES, run_command
 from tests.lm.run.runs import CURVE, assert_same_curve, checkpoints, resumable, rows
 
 
@@ -81,6 +81,43 @@ def test_muon_runs_on_two_sharded_ranks_as_on_one(short, tmp_path):
     train(muon, replace(CURVE, out=str(tmp_path / "one")))
     two_ranks(muon, replace(CURVE, out=str(tmp_path / "two"), parallel="fsdp"))
     assert_same_curve(tmp_path / "two", tmp_path / "one", 1e-3)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_branches_are_divided_on_two_ranks_as_on_one(short, tmp_path, parallel):
+    deep = replace(short, model=replace(short.model, depth=4), base_depth=1, steps=5)
+    train(deep, replace(CURVE, out=str(tmp_path / "one")))
+    two_ranks(deep, replace(CURVE, out=str(tmp_path / "two"), parallel=parallel))
+    assert_same_curve(tmp_path / "two", tmp_path / "one", 1e-5)
+
+
+def _command_of_rank(rank, port, argv, log):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    run_command(argv, log)
+
+
+@pytest.mark.slow
+def test_rank_that_loses_the_other_says_so_in_one_line(config, tmp_path):
+    folder = tmp_path / "run"
+    flags = "train --width 64 --depth 1 --base-width 32 --steps 100000 --seq-len 16 --batch-size 2 --device cpu "
+    argv = f"{flags} --data {config.data} --out {folder}".split()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    logs = [tmp_path / f"{rank}.log" for rank in range(2)]
+    ranks = [PROCESSES.Process(target=_command_of_rank, args=(rank, port, argv, logs[rank])) for rank in range(2)]
+    for process in ranks:
+        process.start()
+    while not (folder / "metrics.jsonl").exists() or len(rows(folder)) < 2:
+        assert all(process.exitcode is None for process in ranks), [log.read_text() for log in logs]
+        time.sleep(0.05)
+    ranks[1].kill()
+    ranks[0].join(60)
+    assert ranks[0].exitcode == 2, logs[0].read_text()
+    assert (
+        logs[0].read_text().splitlines()[-1] == "smupar: rank 0 has lost another rank: see what that one said, then start again"
+    )
 
 
 def test_signal_to_two_ranks_saves_first(config, tmp_path):
