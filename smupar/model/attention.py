@@ -47,7 +47,8 @@ def call(model: nn.Module, example: Any) -> Any:
 def set_scales(model: nn.Module, plan: Plan, runs: Sequence[Run]) -> None:
     """Does the work of ``set_attention_scale``. Each of ``runs`` is a forward pass; an attention may run in only one of
     them."""
-    every = find_attentions(model) if plan.rule != SP.name else []
+    found = find_attentions(model) if plan.rule != SP.name else []
+    every = [each for each in found if each.path not in plan.unscored]
     known = {change.path for change in plan.attention}
     fresh = [each for each in every if each.path not in known and each.holder not in known]
     left: list[FoundAttention] = []

@@ -104,7 +104,8 @@ def find_queries(model: nn.Module, attention: FoundAttention, runs: Sequence[Run
 
 def _rows(model: nn.Module, attention: FoundAttention, layer: str, runs: Sequence[Run]) -> Tensor | None:
     """Which outputs of a layer are queries: those that reach the logits of the last position with earlier keys. Such logits do
-    not depend on the last position's own key."""
+    not depend on the last position's own key, and their differences do not depend on what a model subtracts from all logits.
+    """
     outputs: list[Tensor] = []
 
     def cut(_: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -117,13 +118,22 @@ def _rows(model: nn.Module, attention: FoundAttention, layer: str, runs: Sequenc
         seen = _watched(model, attention, runs)
         if seen is None or seen.signal is None or not outputs or not seen.signal.requires_grad:
             return None
-        signal = seen.signal if seen.is_fused else seen.signal[..., -1, :-1]
+        signal = seen.signal if seen.is_fused else _of_earlier_keys(seen.signal)
         noise = torch.linspace(1, 2, signal.numel(), dtype=signal.dtype, device=signal.device).reshape(signal.shape)
         gradient = torch.autograd.grad((signal * noise).sum(), outputs[0], allow_unused=True)[0]
     if gradient is None:
         return None
     by_position = not seen.is_fused and gradient.ndim == 3
-    return (gradient[:, -1] if by_position else gradient).flatten(0, -2).ne(0).any(0)
+    reached = (gradient[:, -1] if by_position else gradient).flatten(0, -2).abs().amax(0)
+    return reached > 1e-4 * gradient.abs().max()  # what is subtracted again leaves roundoff
+
+
+def _of_earlier_keys(logits: Tensor) -> Tensor:
+    """The last position's logits for all keys before its own, less the first of them. Columns after the keys, such as attention
+    sinks, are left out."""
+    num_queries, num_keys = logits.shape[-2:]
+    earlier = logits[..., -1, : max(min(num_queries, num_keys) - 1, 1)]
+    return earlier - earlier[..., :1] if earlier.shape[-1] > 1 else earlier
 
 
 def _scale_if_linear(
@@ -140,19 +150,35 @@ def _scale_if_linear(
         if watched is None or watched.signal is None:
             return None
         seen.append(watched)
-    zero, once, twice = (each.signal.double() for each in seen if each.signal is not None)
+    signals = [each.signal.double() for each in seen if each.signal is not None]
+    product = seen[1].product
+    if not seen[1].is_fused:
+        signals, product = _relative(signals, product)
+    zero, once, twice = signals
     usable = (once.abs() < 1e4) & (zero.abs() < 1e4)  # masks are large negative numbers
     change, again = (once - zero)[usable], (twice - once)[usable]
     if not change.abs().max() > 0 or not torch.allclose(change, again, rtol=1e-3, atol=1e-4 * float(change.abs().max())):
         return None
     if seen[1].is_fused:
         return seen[1].scale
-    product = seen[1].product
-    if product is None or product.shape != once.shape:
+    if product is None:
         return math.nan
-    slope = float((change * product.double()[usable]).sum() / product.double()[usable].square().sum())
+    slope = float((change * product[usable]).sum() / product[usable].square().sum())
     usual = seen[1].head_dim ** -0.5
     return usual if math.isclose(slope, usual, rel_tol=1e-2) else math.nan
+
+
+def _relative(signals: list[Tensor], product: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
+    """Logits, and q.k, less those of one key in each row. A model may subtract the largest of each row from all of them, and
+    may add columns that no key makes, such as attention sinks."""
+    once = signals[1]
+    if product is None or product.shape[:-1] != once.shape[:-1] or product.shape[-1] > once.shape[-1]:
+        product = None
+    else:
+        signals = [each[..., : product.shape[-1]] for each in signals]
+    chosen = signals[1].argmax(-1, keepdim=True)
+    relative = [each - each.gather(-1, chosen) for each in signals]
+    return relative, None if product is None else product.double() - product.double().gather(-1, chosen)
 
 
 def _ranges(rows: Tensor) -> tuple[tuple[int, int], ...]:

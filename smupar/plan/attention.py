@@ -78,14 +78,14 @@ def find_attentions(model: nn.Module) -> list[FoundAttention]:
     """Every module that makes queries, and every other module that has matrices and is named like attention."""
     cores = {path: module for path, module in model.named_modules() if _makes_queries(module)}
     for path, module in named_like_attention(model):
-        related = any(_inside(path, core) or _inside(core, path) for core in cores)
+        related = any(is_inside(path, core) or is_inside(core, path) for core in cores)
         if not related and any(parameter.ndim > 1 for parameter in module.parameters()):
             cores[path] = module
     modules = dict(model.named_modules())
     return [_attention(path, modules) for path in modules if path in cores]
 
 
-def _inside(path: str, other: str) -> bool:
+def is_inside(path: str, other: str) -> bool:
     return not other or path == other or path.startswith(f"{other}.")
 
 
@@ -99,7 +99,7 @@ def _attention(path: str, modules: dict[str, nn.Module]) -> FoundAttention:
     """Describes one attention module. Its scale may be a field of the module, of a part of it, or of its parent, which must
     then show the head size as well."""
     size = head_size(modules[path])
-    parts = [name for name in modules if path and _inside(name, path)]
+    parts = [name for name in modules if path and is_inside(name, path)]
     sizes = {name: head_size(modules[name]) or size for name in parts or [path]}
     if path:
         around = path.rpartition(".")[0]

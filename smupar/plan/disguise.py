@@ -10,7 +10,8 @@ power of it, or divides by it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +39,11 @@ class Multiplier:
     @property
     def where(self) -> str:
         return f"{self.path}.{self.name}".lstrip(".")
+
+    def may_enter_as(self, number: float) -> bool:
+        """Whether the base's forward pass may multiply by ``number`` because of this: itself, a root, or the inverse."""
+        powers = (self.base_value**exponent for exponent in (1, -1, 0.5, -0.5)) if self.base_value > 0 else [self.base_value]
+        return any(math.isclose(number, power, rel_tol=1e-5) for power in powers)
 
     def __str__(self) -> str:
         return f"{self.where} = {self.value:g} (base: {self.base_value:g})"
@@ -126,6 +132,17 @@ def _differ(value: float, other: float) -> bool:
 
 
 # Putting the base's values into a model
+
+
+def in_sums(multipliers: list[Multiplier], seen: Collection[tuple[str, float]], paths: Mapping[str, str]) -> list[Multiplier]:
+    """The numbers that an example shows to multiply nothing but sums over the width, such as 1 / sqrt(d) in a dot product of
+    two layers' outputs. ``seen`` holds such numbers with their modules in base; ``paths`` maps the model's modules to these."""
+    found = [
+        {(path, number) for path, number in seen if path == paths.get(each.path, each.path) and each.may_enter_as(number)}
+        for each in multipliers
+    ]
+    counts = Counter(pair for pairs in found for pair in pairs)  # of two numbers of one value, none can be told
+    return [each for each, pairs in zip(multipliers, found, strict=True) if pairs and all(counts[pair] == 1 for pair in pairs)]
 
 
 def chosen(multipliers: list[Multiplier], choice: str) -> tuple[Multiplier, ...]:

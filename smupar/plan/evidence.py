@@ -4,12 +4,13 @@ and a pass at another width which sizes of activations follow the width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 
 from torch import nn
 
+from smupar.plan.attention import find_attentions, is_inside
 from smupar.plan.depth import correspond
 from smupar.plan.flows import Dims
 from smupar.plan.forward import CannotRunError, Example
@@ -38,8 +39,9 @@ class Evidence:
     tensors: list[ParameterView]
     notes: list[Note] = field(default_factory=list)
     about: dict[str, Note] = field(default_factory=dict)
-    usage: Usage | None = None
+    usage: Usage | None = None  # its modules' paths are those of base
     is_given: bool = True  # whether the user passed an example
+    in_sums: frozenset[tuple[str, float]] = frozenset()  # (path, number) of numbers that multiply only sums over the width
 
 
 def look(
@@ -71,7 +73,9 @@ def look(
     pairs = [_Pair(*events) for events in zip(usage.events, wider.events, strict=True)]
     if wider.outputs == usage.outputs and usage.outputs and all(output.is_normed for output in usage.outputs):
         notes.append(NORMED_OUTPUT)
-    return Evidence(seen, [*notes, *_dots(usage, pairs)], _partly_scaling(seen, usage, pairs, names), usage)
+    dots = _dots(usage, pairs)
+    about = _partly_scaling(seen, usage, pairs, names)
+    return Evidence(seen, [*notes, *_about_dots(usage, dots)], about, usage, in_sums=_in_sums(usage, dots))
 
 
 # How each parameter is used
@@ -161,6 +165,15 @@ def _about_the_pass(tensors: list[ParameterView], usage: Usage) -> Iterator[Note
     if unused:
         shown = ", ".join(map(repr, unused[:4])) + (f" and {len(unused) - 4} more" if len(unused) > 4 else "")
         yield Note("unused", f"the example's forward pass does not use {shown}: roles there come from shapes and modules alone")
+    uses = [(tensor.name, usage.uses[tensor.name]) for tensor in matrices]
+    lost = [name for name, use in uses if use.products and not use.is_inside and not use.reaches_output]
+    blind = [name for name, use in uses if use.reads_constant]
+    if lost and blind:
+        yield Note(
+            "lost",
+            f"what {lost[0]!r} writes was lost from sight, and {blind[0]!r} reads something that comes from nowhere: an "
+            "operation that is not torch's may lie between them. Say with roles= what the weights around it are",
+        )
     for tensor in tensors:
         if len(tensor.shape) == 1 and tensor.scaling and any(product.in_dims for product in usage.uses[tensor.name].products):
             yield Note(
@@ -168,6 +181,33 @@ def _about_the_pass(tensors: list[ParameterView], usage: Usage) -> Iterator[Note
                 f"{tensor.name!r} is multiplied with a layer's output and summed, so it is a matrix with one output: store it "
                 f"with shape (1, {tensor.shape[0]}), as nn.Linear does, to get the numbers of a matrix",
             )
+
+
+# Attention
+
+
+def without_scores(
+    model: nn.Module, usage: Usage | None, paths: Mapping[str, str], scaling: Collection[str]
+) -> tuple[str, ...]:
+    """Paths of the modules that look like attention, and in which an example shows that nothing is multiplied with each other,
+    as in RWKV, or only vectors of length 1, as in Swin 2.
+
+    All that their weights write must reach other weights or the output, so that no operation that cannot be watched hides a
+    product. ``paths`` maps modules to base's, whose paths ``usage`` has; ``scaling`` holds the names of parameters that scale.
+    """
+    if usage is None:
+        return ()
+    products = {event.path for event in usage.events if event.kind == "dot" and not event.is_normalised}
+    found = []
+    for attention in find_attentions(model):
+        path = paths.get(attention.path, attention.path)
+        named = attention.module.named_parameters(prefix=attention.path)
+        uses = [usage.uses[name] for name, parameter in named if name in scaling and sum(n > 1 for n in parameter.shape) > 1]
+        followed = [use.is_inside or use.reaches_output for use in uses if use.products]
+        near = any(is_inside(at, path) or is_inside(path, at) for at in products)
+        if followed and all(followed) and len(followed) == len(uses) and not near:
+            found.append(attention.path)
+    return tuple(found)
 
 
 # Which sizes follow the width
@@ -216,12 +256,23 @@ def _wider(
     return None, Note("example", text)
 
 
-def _dots(usage: Usage, pairs: list[_Pair]) -> Iterator[Note]:
-    paths = [
-        pair.base.path
+def _dots(usage: Usage, pairs: list[_Pair]) -> set[int]:
+    """The dot products over the width, outside of attention."""
+    return {
+        number
         for number, pair in enumerate(pairs)
         if pair.base.kind == "dot" and pair.ratios != {1} and not pair.base.is_normalised and number not in usage.attention
-    ]
+    }
+
+
+def _in_sums(usage: Usage, dots: set[int]) -> frozenset[tuple[str, float]]:
+    every = {(number.path, number.value) for number in usage.numbers}
+    others = {(each.path, each.value) for each in usage.numbers if each.is_elsewhere or not each.dots or not each.dots <= dots}
+    return frozenset(every - others)
+
+
+def _about_dots(usage: Usage, dots: set[int]) -> Iterator[Note]:
+    paths = [usage.events[number].path for number in sorted(dots)]
     if paths:
         shown = ", ".join(dict.fromkeys(repr(path) if path else "the model itself" for path in paths))
         yield Note(

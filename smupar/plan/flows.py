@@ -32,6 +32,7 @@ class Flow:
     past: int = 0  # one bit for each result that it was computed from, and for itself
     stream: int = 0  # bits of the results whose residual sum it is, and its own
     ends: frozenset[str] = frozenset()  # the modules whose outputs add up to it, up to factors
+    numbers: frozenset[int] = frozenset()  # numbers (``Usage.numbers``) that it was multiplied by since the last weight
 
     def __or__(self, other: Flow) -> Flow:
         return Flow(
@@ -43,6 +44,7 @@ class Flow:
             self.shares | other.shares,
             past=self.past | other.past,
             is_normed=all(each.is_normed for each in (self, other) if each.writers),
+            numbers=self.numbers | other.numbers,
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 R = TypeVar("R")
@@ -82,10 +83,11 @@ def _copy(model: nn.Module, device: str) -> nn.Module:
 
 @contextmanager
 def _quiet(device: str) -> Iterator[None]:
-    """Switches off gradients and the fused kernels that hide what torch's transformer layers do, and restores the random
-    state."""
+    """Switches off gradients and fused kernels, and restores the random state. Fused kernels hide what torch's layers and
+    attention do, and differ between the CPU and the meta device."""
     fused = torch.backends.mha.get_fastpath_enabled()
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device(device):
+    plain = sdpa_kernel(SDPBackend.MATH)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device(device), plain:
         try:
             torch.backends.mha.set_fastpath_enabled(False)
             yield

@@ -20,15 +20,15 @@ from smupar.plan.allocations import Allocation, as_density, uniform
 from smupar.plan.attention import named_like_attention
 from smupar.plan.branches import branch_factors, own_init, refuse_scaled_twice
 from smupar.plan.depth import Correspondence, correspond
-from smupar.plan.disguise import Multiplier, chosen, find_multipliers
-from smupar.plan.evidence import NORMED_OUTPUT, Note
+from smupar.plan.disguise import Multiplier, chosen, find_multipliers, in_sums
+from smupar.plan.evidence import NORMED_OUTPUT, Note, without_scores
 from smupar.plan.forward import Example
 from smupar.plan.neighbours import RoleSetting
 from smupar.plan.patterns import parse_pattern, read_masks
 from smupar.plan.plan import Plan, PlanRow, PlanWarning
 from smupar.plan.reminders import make_reminders
 from smupar.plan.roles import FROZEN, GUESSED, ParamRole, infer_roles
-from smupar.plan.settings import match_globs, refuse
+from smupar.plan.settings import layer_glob, match_globs, refuse
 from smupar.plan.sparsity import DensitySetting, Sparsity, make_sparse
 from smupar.plan.values import all_zero, kept_factors
 from smupar.rules import SP, DepthRule, Rule, depth_factor, get_depth_rule, get_rule, two_terms
@@ -84,7 +84,7 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings, *, has_values
         raise TypeError(f"unknown setting {sorted(unknown)[0]!r}; settings are {known} (density is 1 - sparsity)")
     numbers = _Numbers.read(settings)
     pattern = parse_pattern(settings.get("pattern", "random"))
-    roles, notes = infer_roles(
+    roles, evidence = infer_roles(
         model, base, delta=settings.get("delta"), roles=settings.get("roles"), example=settings.get("example")
     )
     density = settings.get("density")
@@ -97,7 +97,10 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings, *, has_values
     branches = branch_factors(model, base, depth, numbers.depth, settings.get("branches"), settings.get("example"))
     initial = _Initial.of(model, base, roles, depth, numbers.rule, settings.get("init_std", "fan_in"), has_values=has_values)
     follows, choice = numbers.rule is not SP or bool(branches), settings.get("multipliers", "ask")
-    multipliers = chosen(find_multipliers(model, base, depth.modules) if follows else [], choice)
+    numbers_found = find_multipliers(model, base, depth.modules) if follows else []
+    summed = in_sums(numbers_found, evidence.in_sums, depth.modules)
+    multipliers = chosen([each for each in numbers_found if each not in summed], choice)
+    unscored = without_scores(model, evidence.usage, depth.modules, {role.name for role in roles if role.scaling})
     refuse_scaled_twice(multipliers, depth, branches, choice)
     rows = tuple(_row(role, sparsity, numbers, initial, depth.m_depth(role.name)) for role in roles)
     output_factor = numbers.forward("unembedding", _output_width(roles) * sparsity.live)
@@ -118,17 +121,21 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings, *, has_values
             *initial.notes,
             *(own_init(model, depth, branches) if has_values else ()),
             *_settled(multipliers),
-            *notes,
+            *_own(summed),
+            *_unscored(unscored),
+            *evidence.notes,
         ],
         pending=make_reminders(
             model,
             roles,
             numbers.rule,
-            1.0 if NORMED_OUTPUT in notes else output_factor,
+            1.0 if NORMED_OUTPUT in evidence.notes else output_factor,
             numbers.forward("embedding", Fraction(1)),
             () if settings.get("multipliers") == "own" else multipliers,
+            unscored,
         ),
         multipliers=multipliers,
+        unscored=unscored,
     )
 
 
@@ -349,6 +356,21 @@ def _settled(multipliers: tuple[Multiplier, ...]) -> list[Note]:
     shown = [f"{each.where} {each.value:g} -> {each.base_value:g}" for each in multipliers if each.is_set]
     text = f"set to the base's values, since Table 1 has every power of the width that is needed: {', '.join(shown)}"
     return [Note("multipliers", text, False)] if shown else []
+
+
+def _own(summed: list[Multiplier]) -> list[Note]:
+    """A note on the numbers that follow the width, and should."""
+    text = f"left to follow the width, since they multiply nothing but sums over it: {', '.join(map(str, summed))}"
+    return [Note("multipliers", text, False)] if summed else []
+
+
+def _unscored(paths: tuple[str, ...]) -> list[Note]:
+    globs = dict.fromkeys(map(layer_glob, paths))
+    text = (
+        "called attention, but no product of queries and keys was seen there, or only of vectors of length 1, so no scale is "
+        f"needed: {', '.join(globs)}"
+    )
+    return [Note("attention", text, False)] if paths else []
 
 
 def _thin(roles: list[ParamRole], sparsity: Sparsity) -> list[Note]:

@@ -8,6 +8,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from fractions import Fraction
 
+import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
@@ -113,6 +114,7 @@ def parent_path(name: str) -> str:
 def view_parameters(model: nn.Module, base: nn.Module, delta: nn.Module | None) -> list[ParameterView]:
     """Views of all parameters of ``model``, in the model's order. Raises if the models are not one network at several
     widths."""
+    _refuse_without_parameters(model)
     names = _names(model)
     shapes = _shapes(model, "the model")
     base_shapes = _shapes_like(model, shapes, names, base, "base")
@@ -151,6 +153,20 @@ def view_parameters(model: nn.Module, base: nn.Module, delta: nn.Module | None) 
             )
         )
     return views
+
+
+def _refuse_without_parameters(model: nn.Module) -> None:
+    """Refuses models whose weights are no parameters any more."""
+    refuse(
+        isinstance(model, torch.jit.ScriptModule),
+        f"the model is a {type(model).__name__}, which hides its modules: parameterize the model before it is scripted",
+    )
+    for path, module in model.named_modules():
+        refuse(
+            "quantized" in type(module).__module__.split("."),
+            f"{path!r} is a quantized {type(module).__name__}, whose weight is no parameter and cannot follow a rule: use the "
+            "model as it was before it was quantized",
+        )
 
 
 def _embeddings(model: nn.Module, getter: str) -> nn.Module | None:

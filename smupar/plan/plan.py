@@ -97,6 +97,7 @@ class Plan:
     pending: dict[str, str] = field(default_factory=dict)
     multipliers: tuple[Multiplier, ...] = ()  # numbers of the model that follow its width
     attention: list[AttentionChange] = field(default_factory=list)  # how ``set_attention_scale`` set the scale of q.k
+    unscored: tuple[str, ...] = ()  # modules that are called attention, but multiply no queries and keys
 
     def __post_init__(self) -> None:
         self._by_name = {row.name: row for row in self.rows}

@@ -22,6 +22,7 @@ def make_reminders(
     output_factor: float,
     input_factor: float,
     multipliers: tuple[Multiplier, ...] = (),
+    unscored: tuple[str, ...] = (),
 ) -> dict[str, str]:
     """The reminders of a plan: name -> what the user must do."""
     about_output = _about_factor(
@@ -41,12 +42,14 @@ def make_reminders(
         "no layer that reads the inputs was found, so no hook applies this factor: multiply the embedded inputs by",
         f"alpha_input = {input_factor:g}; then plan.settle('input_factor').",
     )
-    texts = (_about_attention(model, rule), about_output, about_input, _about_multipliers(multipliers))
+    texts = (_about_attention(model, rule, unscored), about_output, about_input, _about_multipliers(multipliers))
     return {name: text for name, text in zip(REMINDERS, texts, strict=True) if text}
 
 
-def _about_attention(model: nn.Module, rule: Rule) -> str:
+def _about_attention(model: nn.Module, rule: Rule, unscored: tuple[str, ...]) -> str:
     if rule.attention_exponent != -1 or not any(named_like_attention(model)):
+        return ""
+    if unscored and all(attention.path in unscored for attention in find_attentions(model)):
         return ""
     return (
         "attention logits are q.k / d_head under this rule: smupar.set_attention_scale(model, plan, example=batch) makes them "

@@ -9,6 +9,7 @@ For a model as wide as its base, the table DOUBTS is read first: the cases in wh
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -89,6 +90,7 @@ def _seen(tensor: ParameterView) -> Seen:
 
 
 NOT_SEEN = Seen("")
+_POSITIONS = re.compile(r"^pos(ition|itional)?(_|$|s$|e?mb|_?enc)", re.IGNORECASE)
 MAY_BE_INPUT = "may read the model's input (embedding) or the output of other layers (hidden): only the order of layers tells"
 
 ROLE_TABLE = (
@@ -330,6 +332,13 @@ ROLE_TABLE = (
         ASK,
         "belongs to a {owner}, which may use the scaling dimension as input or as output",
         "unembedding",
+    ),
+    Case(
+        "belongs to an unknown module, has one dimension that scales, and is called positions",
+        lambda t, n: _is_half_scaling(t) and bool(_POSITIONS.search(t.name.rpartition(".")[2])),
+        ASK,
+        "belongs to a {owner}, which may add it to what a layer wrote (vector) or multiply with it (hidden, embedding)",
+        "vector",
     ),
     Case(
         "belongs to an unknown module, has one dimension that scales, and does not just broadcast like (1, ..., d)",

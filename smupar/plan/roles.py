@@ -70,9 +70,9 @@ def infer_roles(
     delta: nn.Module | None = None,
     roles: Mapping[str, RoleSetting] | None = None,
     example: Example | None = None,
-) -> tuple[list[ParamRole], list[Note]]:
-    """The role of every parameter, in the model's order, and notes. If roles cannot be inferred, raises ValueError with a
-    ``roles={...}`` line to paste."""
+) -> tuple[list[ParamRole], Evidence]:
+    """The role of every parameter, in the model's order, and what the example showed. If roles cannot be inferred, raises
+    ValueError with a ``roles={...}`` line to paste."""
     evidence = look(view_parameters(model, base, delta), model, base, delta, example)
     asked = match_globs(roles or {}, [tensor.name for tensor in evidence.tensors], what="roles", among="parameters")
     for tensor in evidence.tensors:
@@ -88,7 +88,7 @@ def infer_roles(
         _as_asked(tensor, asked[tensor.name]) if tensor.name in asked else _as_decided(tensor, case, neighbours)
         for tensor, case in decided
     ]
-    return [role if role.note else replace(role, note=about.get(role.name)) for role in found], evidence.notes
+    return [role if role.note else replace(role, note=about.get(role.name)) for role in found], evidence
 
 
 def _may_scale_in_part(neighbours: Neighbours) -> dict[str, Note]:

@@ -48,7 +48,7 @@ def divides_by(module: nn.Module, name: str) -> bool:
 @cache
 def _powers(kind: Any) -> tuple[PowerInSource, ...]:
     methods = list(_methods(kind))
-    bases = [base for method in methods for node in ast.walk(method) if (base := _base_of_power(node)) is not None]
+    bases = [base for method in methods for base in _bases(method)]
     sources = Counter(ast.unparse(base).removeprefix("self.") for base in bases)
     anywhere = Counter(chain for method in methods for chain in _chains(method))
     return tuple(
@@ -67,6 +67,32 @@ def _methods(kind: type[nn.Module]) -> Iterator[ast.AST]:
                 yield ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
             except (OSError, TypeError, SyntaxError, TokenError):  # typed at a prompt, or made by a decorator
                 continue
+
+
+def _bases(method: ast.AST) -> Iterator[ast.expr]:
+    """The bases of all powers in a method, but for numbers of steps: range(0, n) / n runs from 0 to 1 at every width."""
+    ranges: dict[str, set[str]] = {}  # the source of a sequence's end -> names and sources of such sequences
+    for node in ast.walk(method):
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            for end in _ends_of_ranges(node.value):
+                ranges.setdefault(end, set()).add(node.targets[0].id)
+    for node in ast.walk(method):
+        base = _base_of_power(node)
+        if base is None:
+            continue
+        if isinstance(node, ast.BinOp) and _is_quotient(node):
+            names = {part.id for part in ast.walk(node.left) if isinstance(part, ast.Name)}
+            end = ast.unparse(base)
+            if names & ranges.get(end, set()) or end in _ends_of_ranges(node.left):
+                continue
+        yield base
+
+
+def _ends_of_ranges(node: ast.AST) -> set[str]:
+    """The sources of all arguments of calls of arange in an expression."""
+    calls = [part for part in ast.walk(node) if isinstance(part, ast.Call)]
+    ranges = [call for call in calls if getattr(call.func, "attr", getattr(call.func, "id", "")) in ("arange", "range")]
+    return {ast.unparse(argument) for call in ranges for argument in call.args}
 
 
 def _base_of_power(node: ast.AST) -> ast.expr | None:

@@ -30,6 +30,12 @@ class Use:
     makes_output: bool = False  # its output reaches the model's output with no other scaling weight in between
     makes_normed_output: bool = False  # the same, with a division by its own size on the way
     is_inside: bool = False  # its output reaches another scaling weight
+    reads_constant: bool = False  # a product reads something that depends neither on the example nor on another weight
+
+    @property
+    def reaches_output(self) -> bool:
+        """Whether its output reaches the model's output."""
+        return self.makes_output or self.makes_normed_output
 
 
 @dataclass(frozen=True)
@@ -39,6 +45,7 @@ class Event:
     join   a concatenation; ``sizes`` are the sizes of the parts
     part   a slice of the output of ``weights``; ``sizes`` are (whole, part)
     dot    a sum of products of two activations; ``sizes`` is the number of summands
+    mix    a dot product of which one factor is a softmax of dot products: attention's sum over values
     """
 
     kind: str
@@ -46,6 +53,16 @@ class Event:
     sizes: Dims
     weights: frozenset[str] = frozenset()
     is_normalised: bool = False  # both factors of a dot product have length 1
+
+
+@dataclass
+class Number:
+    """A number by which a module multiplies or divides activations."""
+
+    path: str
+    value: float
+    dots: set[int] = field(default_factory=set)  # events: the dot products that it multiplies
+    is_elsewhere: bool = False  # it multiplies something else too: what a weight reads, or the output
 
 
 @dataclass(frozen=True)
@@ -75,4 +92,5 @@ class Usage:
     same: dict[str, frozenset[str]] = field(default_factory=dict)  # module -> the modules whose output it returns
     # the first of these that depends on weights: loss, logits, all other outputs
     outputs: list[Output] = field(default_factory=list)
+    numbers: list[Number] = field(default_factory=list)
     attention: dict[int, str] = field(default_factory=dict)  # dot products that are attention scores -> their module

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from smupar.plan.evidence import Note
-from smupar.plan.roles import ParamRole
+from smupar.plan.roles import ORIGINAL, ParamRole
 
 # Powers of the width that an initial size may follow, the likeliest first. Other powers are reported, not corrected.
 _EXPONENTS = (0.5, 1.0, -0.5, -1.0)
@@ -39,8 +39,8 @@ def kept_factors(
     unknown: list[str] = []
     for role in roles:
         value = _values(own[role.name])
-        if role.role not in ("vector", "fixed") or _says_nothing(value):
-            continue
+        if role.role not in ("vector", "fixed") or _says_nothing(value) or role.note is ORIGINAL:
+            continue  # the lengths of weight norm are those of the weight that the model drew
         bound, base_bound = _torch_bound(model, role.name), _torch_bound(base, names[role.name])
         if value is None:
             if bound != base_bound and _is_written_once(own[role.name]) and not writes_later:

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smupar.plan.flows import CONSTANT, Dims, Flow, Known, Label, Labels, aligned, by_name
 from smupar.plan.forward import Example, run_copy
 from smupar.plan.remembered import remembered
-from smupar.plan.uses import Event, Output, Residual, Usage, Use, WeightProduct
+from smupar.plan.uses import Event, Number, Output, Residual, Usage, Use, WeightProduct
 
 
 def watch(model: nn.Module, example: Example, *, scaling: Mapping[str, Dims], reads: Mapping[str, Dims]) -> Usage:
@@ -116,6 +116,8 @@ class _Watcher(TorchDispatchMode):
                     use.makes_output |= not flow.is_normed
                     use.makes_normed_output |= flow.is_normed
             judged |= frozenset[str]().union(*(flow.writers for _, flow in made))
+        for tensor in _tensors(output):
+            self._use_numbers(self._of(tensor).flow)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -171,6 +173,8 @@ class _Watcher(TorchDispatchMode):
         batch = {0} if tensor.ndim == 3 and name in ("bmm", "baddbmm", "_grouped_mm") else set()
         labels = self._labels(tensor)
         self._use(self._labels(other) if not self._of(other).flow.is_data else ())
+        # A matrix for each of some heads or groups, whose number scales, writes as many outputs.
+        batch -= {dim for dim in batch if any(at in self.scaling[name] for name, at in labels[dim])}
         outs = [labels[dim] for dim in range(tensor.ndim) if dim not in dims and dim not in batch]
         return self._weigh([labels[dim] for dim in dims], outs, self._of(other).flow)
 
@@ -200,6 +204,7 @@ class _Watcher(TorchDispatchMode):
     def _weigh(self, summed: list[frozenset[Label]], written: list[frozenset[Label]], read: Flow) -> Flow:
         """Records the product of a weight with something whose flow is ``read``."""
         ins, outs = by_name(summed), by_name(written)
+        self._use_numbers(read)
         names = sorted(ins) or sorted(outs)  # a summed dimension of size 1 has no label
         scales = any(dim in self.scaling[name] for name in names for dim in (*ins.get(name, ()), *outs.get(name, ())))
         for name in names:
@@ -209,6 +214,7 @@ class _Watcher(TorchDispatchMode):
                 continue
             product = WeightProduct(tuple(sorted(reads)), tuple(sorted(writes)), not read.is_inside, read.joins)
             self.usage.uses[name].products.append(product)
+            self.usage.uses[name].reads_constant |= not read.is_data
         for name in outs.keys() - set(names):  # such as the lengths of weight norm
             self.usage.uses[name].by_element = True
         if not scales:
@@ -225,8 +231,11 @@ class _Watcher(TorchDispatchMode):
         flow = replace(flows[0] | flows[1], is_data=True, shares=frozenset())
         if all(each.is_data for each in flows):
             tensor, dims = first
-            number = self._event("dot", [tensor.shape[dim] for dim in dims], unit=all(each.mark == "unit" for each in flows))
-            flow = replace(flow, scores=frozenset({number}))
+            kind = "mix" if flows[0].shares or flows[1].shares else "dot"
+            dot = self._event(kind, [tensor.shape[dim] for dim in dims], unit=all(each.mark == "unit" for each in flows))
+            for number in flow.numbers:
+                self.usage.numbers[number].dots.add(dot)
+            flow = replace(flow, scores=frozenset({dot}), numbers=frozenset())
         return flow
 
     def _convolution(self, args: Any) -> Flow:
@@ -293,6 +302,8 @@ class _Watcher(TorchDispatchMode):
         if name in _SOFTMAX:
             return replace(flow, shares=flow.scores, scores=frozenset()), ()
         data = [tensor for tensor, each in zip(inputs, flows, strict=True) if each.is_data]
+        if len(data) == 1 and name in ("mul", "div"):
+            flow = self._times(flow, [arg for arg in args[:2] if arg is not data[0]])
         if len(data) == 1 and name in _KEEP_ENDS:
             flow = replace(flow, ends=self._of(data[0]).flow.ends)
         if name == "add" and len(data) == 2 and data[0].shape == data[1].shape:
@@ -301,6 +312,19 @@ class _Watcher(TorchDispatchMode):
             labels = aligned([self._labels(tensor) for tensor in inputs if tensor is not data[0]], output.ndim)
             return replace(flow, mark="weighted" if any(labels) else flows[0].mark), labels
         return replace(flow, mark=self._mark(name, args, inputs, data)), ()
+
+    def _times(self, flow: Flow, factors: list[Any]) -> Flow:
+        """The flow of an activation that is multiplied or divided by a number of the module."""
+        if len(factors) != 1 or (isinstance(factors[0], Tensor) and (factors[0].numel() != 1 or factors[0].is_meta)):
+            return flow
+        number = Number(self._paths[-1], float(factors[0]), set(flow.scores))
+        self.usage.numbers.append(number)
+        return flow if flow.scores else replace(flow, numbers=flow.numbers | {len(self.usage.numbers) - 1})
+
+    def _use_numbers(self, flow: Flow) -> None:
+        """Records that a weight or the output reads something that was multiplied by numbers."""
+        for number in flow.numbers:
+            self.usage.numbers[number].is_elsewhere = True
 
     def _mark(self, name: str, args: Any, inputs: list[Tensor], data: list[Tensor]) -> str:
         """The mark of a result, for finding dot products and norms: a length, a vector of length 1, a product and so on

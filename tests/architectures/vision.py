@@ -42,8 +42,8 @@ def convnext(width: int) -> nn.Module:
     return hf.ConvNextForImageClassification(hf.ConvNextConfig(**sizes, num_labels=NUM_CLASSES, layer_scale_init_value=0.1))
 
 
-def pictures(seed: int) -> dict[str, Tensor]:
-    return {"pixel_values": noise(seed, 4, 3, 8, 8), "labels": labels(seed, 4)}
+def pictures(seed: int, *, num: int = 4) -> dict[str, Tensor]:
+    return {"pixel_values": noise(seed, num, 3, 8, 8), "labels": labels(seed, num)}
 
 
 def clip(width: int, *, projection: int | None = None) -> nn.Module:
@@ -109,7 +109,8 @@ SEEING = [
     classifier("DINOv2", "Dinov2"),
     classifier("BEiT", "Beit"),
     Architecture("SigLIP, classifier", siglip, pictures, dict_loss, logits_of),
-    Architecture("ConvNeXt", convnext, pictures, dict_loss, logits_of),
+    # One picture has 16 positions, which are its tokens.
+    Architecture("ConvNeXt", convnext, partial(pictures, num=1), dict_loss, logits_of),
     Architecture(
         "CLIP",
         clip,

@@ -76,6 +76,20 @@ class HardCoded(Attention):
         return F.softmax(logits.masked_fill(~mask, float("-inf")), dim=-1) @ v
 
 
+class Sinks(Attention):
+    """As GPT-OSS, without its field: a logit for no key, and the largest logit of each row is subtracted from all."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.sinks = nn.Parameter(torch.zeros(width // HEAD))
+
+    def mix(self, q, k, v):
+        logits = q @ k.mT / math.sqrt(HEAD)
+        sinks = self.sinks[:, None, None].expand(len(q), -1, q.shape[-2], 1)
+        logits = torch.cat([logits, sinks], -1)
+        return F.softmax(logits - logits.amax(-1, keepdim=True), -1)[..., :-1] @ v
+
+
 class Fused(HardCoded):
     """One layer; queries, keys and values of each head after each other."""
 
@@ -148,7 +162,7 @@ def with_scaled_queries(model, factor):
     return other(TOKENS)
 
 
-KINDS = [Field, Divisor, IdleField, HardCoded, Fused, Normed, Torch]
+KINDS = [Field, Divisor, IdleField, HardCoded, Sinks, Fused, Normed, Torch]
 
 
 @pytest.mark.parametrize("kind", KINDS)

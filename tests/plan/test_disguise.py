@@ -144,6 +144,8 @@ class Sizes(nn.Module):
         self.register_buffer("table", torch.arange(width) / width, persistent=False)
 
     def forward(self, x):
+        steps = torch.arange(0, self.width, 2.0)
+        x = x + torch.cat([torch.sin(steps / self.width), torch.cos(torch.arange(0, self.width, 2) / self.width)])
         x = self.q_proj(x).view(*x.shape[:-1], self.num_heads, self.width // self.num_heads)
         return self.out(self.norm(x.flatten(-2)) / math.sqrt(self.width // self.num_heads)) * self.scaling
 

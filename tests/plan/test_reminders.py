@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import smupar
+from smupar.plan.plan import Plan
 from tests.models import on_meta
 from tests.plan.nets import ALPHA_INPUT, ALPHA_OUTPUT, MLP, attention_plan, plan_mlp
 
@@ -32,6 +33,68 @@ def named_layer(width, leaf, kind=nn.Linear):
 def test_attention_is_told_by_the_names_of_modules(leaf):
     plan = smupar.make_plan(on_meta(named_layer, 64, leaf), base=on_meta(named_layer, 16, leaf))
     assert set(plan.pending) == {"attention_scale"}
+
+
+class TimeMix(nn.Module):
+    """As RWKV: called attention, but past tokens are weighted by their age."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.key, self.value, self.out = (nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x):
+        return self.out(self.key(x).sigmoid() * self.value(x).cumsum(1))
+
+
+class HiddenProduct(torch.autograd.Function):
+    """Stands for a kernel that is not torch's: no operation on tensors shows the product."""
+
+    @staticmethod
+    def forward(ctx, q, k):
+        return torch.tensor((q @ k.mT @ q).tolist())
+
+
+class ByKernel(TimeMix):
+    def forward(self, x):
+        return self.out(HiddenProduct.apply(self.key(x), self.value(x)))
+
+
+class Cosine(TimeMix):
+    """As Swin 2: queries and keys have length 1, so their products do not grow with the head."""
+
+    def forward(self, x):
+        q, k = nn.functional.normalize(self.key(x), dim=-1), nn.functional.normalize(self.value(x), dim=-1)
+        return self.out((10 * (q @ k.mT)).softmax(-1) @ x)
+
+
+class DotProduct(TimeMix):
+    def forward(self, x):
+        return self.out((self.key(x) @ self.value(x).mT).softmax(-1) @ x)
+
+
+class OneBlock(nn.Module):
+    def __init__(self, width, kind):
+        super().__init__()
+        self.table, self.attention, self.head = nn.Embedding(9, width), kind(width), nn.Linear(width, 9)
+
+    def forward(self, tokens):
+        return self.head(self.attention(self.table(tokens)))
+
+
+NEEDED = {"attention_scale"}
+
+
+@pytest.mark.parametrize(("kind", "reminders"), [(TimeMix, set()), (Cosine, set()), (ByKernel, NEEDED), (DotProduct, NEEDED)])
+def test_module_that_is_called_attention_needs_no_scale_if_it_shows_no_product(kind, reminders):
+    tokens = torch.arange(8).reshape(2, 4)
+    model, base = OneBlock(64, kind), OneBlock(16, kind)
+    assert set(smupar.make_plan(model, base=base).pending) == {"attention_scale"}  # names are all that is known
+    plan = smupar.parameterize(model, base=base, example=tokens)
+    assert set(plan.pending) == reminders
+    if not reminders:
+        smupar.set_attention_scale(model, plan, example=tokens)
+        assert plan.pending == {}
+        assert Plan.from_json(plan.to_json()).unscored == ("attention",)
 
 
 def test_attention_is_told_by_the_classes_of_modules():

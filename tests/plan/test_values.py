@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations
 
 import smupar
 from smupar.plan.plan import Plan
@@ -51,6 +52,23 @@ def test_biases_under_sp_and_of_another_init_stay():
         plan = smupar.make_plan(model, base=each)
         assert {row.kept_factor for row in plan} == {1}
         assert not any(note.kind == "kept" for note in plan.notes)
+
+
+def weight_normed(width):
+    """As HuBERT's positions: one length for each step of the kernel, over all channels, so it grows with the width."""
+    return nn.Sequential(
+        nn.Conv1d(8, width, 1), parametrizations.weight_norm(nn.Conv1d(width, width, 4), dim=2), nn.Conv1d(width, 3, 1)
+    )
+
+
+def test_lengths_of_weight_norm_stay():
+    """The weight is length * direction / |direction|, and the direction has width^2 entries: they keep the std 1 / sqrt(fan-in)
+    if the length grows as the root of the width, as it does by itself."""
+    torch.manual_seed(0)
+    plan = smupar.make_plan(weight_normed(256), base=weight_normed(64), example=torch.randn(2, 8, 6))
+    assert plan["1.parametrizations.weight.original0"].kept_factor == 1
+    assert plan["1.parametrizations.weight.original1"].role == "hidden"
+    assert plan["1.bias"].kept_factor == 2
 
 
 def test_model_without_values_has_none_to_rescale():

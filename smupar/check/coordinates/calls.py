@@ -7,6 +7,7 @@ arguments.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,7 @@ class SampledCall:
     def __init__(self, module: nn.Module, x: Tensor) -> None:
         self.module, self.kind = module, kind_of(module)
         self.x = self._rows(x.detach())
+        self.items = _items(x)  # the number of sequences, say, whose rows follow each other
         self.output_grad: Tensor | None = None
 
     def keep_gradient(self, grad: Tensor) -> None:
@@ -56,22 +58,43 @@ class SampledCall:
         x = self.x if self.kind.is_lookup else self.x.to(parameter.dtype)
         if self.output_grad is not None and self.kind.reads != IMAGES:
             # An update consists of the rows that the loss depends on. On other rows, such as padding, it acts like a random
-            # matrix,
-            # whose effect falls with the width under every rule.
+            # matrix, whose effect falls with the width under every rule.
             used = self.output_grad.ne(0).any(-1)
             x = x[used] if used.any() else x
-        effect = self.kind.effect(self.module, parameter, parameter.detach() - before, x)
-        if self._is_shift_without_effect(effect):
-            effect = effect - effect.mean(0)
+            effect = self.kind.effect(self.module, parameter, parameter.detach() - before, x)
+            effect = self._without_shifts(effect, used if used.any() else torch.ones_like(used))
+        else:
+            effect = self.kind.effect(self.module, parameter, parameter.detach() - before, x)
         return effect * _factor(self.module) if self.kind.is_lookup else effect
 
-    def _is_shift_without_effect(self, effect: Tensor) -> bool:
-        """Whether the loss ignores a vector that is added to all rows, such as to all keys of an attention: its gradient, the
-        sum over rows, is then zero. The update has no signal in this direction, so its effect there falls with the width."""
-        if self.output_grad is None or self.kind.reads == IMAGES or len(effect) < 2:
-            return False
+    def _without_shifts(self, effect: Tensor, used: Tensor) -> Tensor:
+        """The effect less what the rows of one item share, if the loss does not depend on it. A vector that is added to all
+        keys of a sequence changes no attention, so the gradients of its rows add up to zero. What they share is no signal in
+        the update, and a sign of it falls with the width.
+
+        used   which of the call's rows the effect has
+        """
+        assert self.output_grad is not None
         grad = self.output_grad.double()
-        return bool(grad.sum(0).norm() < 1e-4 * grad.norm())
+        if len(effect) < 2 or len(effect) != int(used.sum()):
+            return effect
+        for number in dict.fromkeys((self.items, 1)):
+            if len(grad) % number or len(grad) == number:
+                continue
+            item = torch.arange(number, device=grad.device).repeat_interleave(len(grad) // number)
+            sums = grad.new_zeros(number, grad.shape[-1]).index_add(0, item, grad)
+            if sums.norm() < 1e-4 * grad.norm():
+                of_row = item[used]
+                counts = torch.bincount(of_row, minlength=number).clamp(min=1).to(effect)
+                means = effect.new_zeros(number, effect.shape[-1]).index_add(0, of_row, effect) / counts[:, None]
+                return effect - means[of_row]
+        return effect
+
+
+def _items(x: Tensor) -> int:
+    """The number of items of a batch, whose rows follow each other; 1 where rows are sampled, or are the items themselves."""
+    rows = math.prod(x.shape[:-1])
+    return x.shape[0] if x.ndim > 2 and rows <= MAX_ROWS else 1
 
 
 class WholeCall:

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
+from statistics import fmean
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -97,6 +99,7 @@ class SizeRecorder:
         self.parts = {name: path for name, path in parts.items() if depth.is_measured(path)}
         self.gradient_factor = plan.output_factor
         self.inner: set[str] = set()  # readouts inside the network
+        self.ends: list[str] = []  # hidden layers of fixed output size that make the outputs
         self.sizes: list[tuple[int, str, str, Tensor, Tensor, int]] = []
         self.step = 0
         self._calls: dict[str, SampledCall | WholeCall] = {}
@@ -148,7 +151,7 @@ class SizeRecorder:
                 self._keep_call(path, call, y)
         elif x is not None and x.is_floating_point() and x.requires_grad:
             expected = self.gradient_factor * self.depth.gradient(path)
-            x.register_hook(lambda grad: self._note(path, GRAD_X, grad / expected))
+            x.register_hook(lambda grad: self._note(path, GRAD_X, grad / (expected * self._arriving())))
 
     def _keep_call(self, path: str, call: SampledCall | WholeCall, y: Tensor) -> None:
         self._calls[path] = call
@@ -176,7 +179,7 @@ class SizeRecorder:
         y = y.flatten()[:: max(1, y.numel() // 65536)].clone()
         if path not in self._first_outputs:
             self._first_outputs[path] = y
-        else:
+        elif y.shape == self._first_outputs[path].shape:  # an expert may get other tokens
             self._note(path, CHANGE, y - self._first_outputs[path])
 
     def _note(self, path: str, quantity: str, values: Tensor) -> None:
@@ -216,17 +219,26 @@ class SizeRecorder:
 
         Usually the readout is the last layer. Gradients of the logits do not depend on the width, and all others have passed
         the readout, with its factor 1/m_d. If instead the last layer is a hidden weight from n inputs to a fixed number of
-        outputs, as in CLIP's projection, its outputs keep their size and so do their gradients. Its init variance is 1/n, so
-        gradients of its inputs, and all others, fall as 1/sqrt(n). A readout that other layers follow, such as a router, makes
-        no logits.
+        outputs, as in CLIP's projection or ELECTRA's head, its init variance is 1/n, so gradients of its inputs, and all
+        others, fall as 1/sqrt(n) and are proportional to the gradient that arrives at its outputs. A norm after it makes that
+        gradient inversely proportional to the size of the outputs. This size is judged on its own, so the gradient that
+        arrives is divided out. A readout that other layers follow, such as a router, makes no logits.
         """
         called = [path for path in self._called if path in self.layers]
         roles = [self.layers[path][1] for path in called]
         later = [number for number, role in enumerate(roles) if role != "unembedding"]
         self.inner = {path for path, role in zip(called[: max(later, default=0)], roles, strict=False) if role == "unembedding"}
         if roles and roles[-1] == NARROWING and "unembedding" not in roles:
+            self.ends = list(takewhile(lambda path: self.layers[path][1] == NARROWING, reversed(called)))
             row = self.plan[self.layers[called[-1]][0]]
             self.gradient_factor = math.sqrt(row.width_out / row.width_in)
+
+    def _arriving(self) -> float:
+        """The size of the gradient that arrives at the layers of ``ends``; 1 if there are none."""
+        calls = [self._calls[path] for path in self.ends if path in self._calls]
+        grads = [call.output_grad for call in calls if call.output_grad is not None]
+        squares = [float(grad.float().square().mean()) for grad in grads]
+        return math.sqrt(fmean(squares)) or 1.0 if squares else 1.0
 
     def before_update(self) -> dict[str, Tensor]:
         """Measures the sizes of gradients after the backward pass. Returns the weights, for ``after_update``."""
@@ -255,7 +267,7 @@ class SizeRecorder:
         Y times sqrt(m_out / m_in). In an inner readout s and n_out do not scale, and it has a forward factor.
         """
         if output_grad is None or not (role in (NARROWING, WIDENING) or path in self.inner):
-            return self.gradient_factor * self.depth.gradient(path)
+            return self.gradient_factor * self._arriving() * self.depth.gradient(path)
         through = self.plan.output_factor if path in self.inner else math.sqrt(row.width_out / row.width_in)
         return through * self.depth.output(path) * (float(output_grad.float().square().mean().sqrt()) or 1.0)
 

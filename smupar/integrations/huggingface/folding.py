@@ -56,6 +56,8 @@ def folded(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     _fold_attention(plain, plan)
     for each in numbers:
         _fold_number(plain, each)
+    if getattr(config, "tie_word_embeddings", None) != getattr(model.config, "tie_word_embeddings", None):
+        _fold_untied(model, plain)
     if model.can_generate():
         plain.generation_config = deepcopy(model.generation_config)
     return plain
@@ -175,6 +177,19 @@ def _fold_number(plain: PreTrainedModel, number: Multiplier) -> None:
         f"{number.where!r} was set to {number.base_value:g}, and neither a table nor the head of this {type(plain).__name__} "
         "can make up for it: share the folder that save_pretrained writes"
     )
+
+
+def _fold_untied(model: PreTrainedModel, plain: PreTrainedModel) -> None:
+    """Some models divide logits by a power of the width only while the head is tied. Multiplies the untied head by what is
+    missing then."""
+    head = plain.get_output_embeddings()
+    weight = getattr(head, "weight", None)
+    wanted, made = next(outputs(model), None), next(outputs(plain), None)
+    if not isinstance(weight, Tensor) or wanted is None or made is None or wanted.shape != made.shape:
+        return
+    ratio = float((wanted * made).sum() / made.square().sum())
+    if same([wanted], [ratio * made]):
+        weight.mul_(ratio)
 
 
 def _ends(model: PreTrainedModel, path: str) -> Iterator[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from smupar.plan.forward import run_copy
 
 NUM_TOKENS = 6
 NUM_SAMPLES = 3200  # samples of raw sound
+IMAGE_SIZE = 64  # where the config does not fix it, as in convolutional models
 
 
 def runs(model: PreTrainedModel) -> list[Callable[[], Any]]:
@@ -47,6 +49,7 @@ def example(model: PreTrainedModel) -> dict[str, Any]:
         "pixel_values": _pixels,
         "input_features": _features,
         "input_values": _sound,
+        "past_values": _series,
     }
     name = model.main_input_name
     inputs = {name: makers[name](config, model)} if name in makers else dict(model.dummy_inputs)
@@ -54,6 +57,8 @@ def example(model: PreTrainedModel) -> dict[str, Any]:
         inputs["decoder_input_ids"] = _tokens(config, model)
     if hasattr(config, "vision_config") and hasattr(config, "text_config") and hasattr(model, "logit_scale"):
         inputs["pixel_values"] = _pixels(config, model)  # the model compares texts with pictures
+    if "input_ids" in inputs and "token_type_ids" in signature(type(model).forward).parameters:
+        inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])  # some models use more parameters then
     return inputs
 
 
@@ -84,7 +89,7 @@ def _tokens(config: Any, model: nn.Module) -> Tensor:
 
 def _pixels(config: Any, model: nn.Module) -> Tensor:
     vision = getattr(config, "vision_config", config)
-    size = vision.image_size
+    size = getattr(vision, "image_size", None) or IMAGE_SIZE
     sizes = (size, size) if isinstance(size, int) else tuple(size)
     shape = (1, getattr(vision, "num_channels", 3), *sizes)
     return _waves(shape, model)
@@ -100,6 +105,11 @@ def _sound(config: Any, model: nn.Module) -> Tensor:
     """Raw sound, which Wav2Vec2 reads, or spectra, which AST reads."""
     bins = getattr(config, "num_mel_bins", None)
     return _waves((1, NUM_SAMPLES) if bins is None else (1, config.max_length, bins), model)
+
+
+def _series(config: Any, model: nn.Module) -> Tensor:
+    """A time series of each channel."""
+    return _waves((1, config.context_length, getattr(config, "num_input_channels", 1)), model)
 
 
 def _waves(shape: tuple[int, ...], model: nn.Module) -> Tensor:

@@ -221,6 +221,18 @@ def test_rows_that_the_loss_does_not_depend_on_do_not_count_for_the_effect():
     assert size_of(report, "inner", Y).num_entries == 4 * 8 * 16
 
 
+def test_shift_of_the_rows_of_one_sequence_does_not_count_if_the_loss_does_not_depend_on_it():
+    torch.manual_seed(0)
+    keys, x, grad = nn.Linear(6, 4), torch.randn(2, 5, 6), torch.randn(2, 5, 4)
+    call, before = SampledCall(keys, x), keys.weight.detach().clone()
+    call.keep_gradient(grad - grad.mean(1, keepdim=True))
+    with torch.no_grad():
+        keys.weight.add_(1.0)
+    change = x.sum(-1, keepdim=True).expand(2, 5, 4)
+    expected = (change - change.mean(1, keepdim=True)).flatten(0, 1)
+    torch.testing.assert_close(call.effect(keys.weight, before), expected)
+
+
 @pytest.mark.parametrize("sums_to_zero", [True, False])
 def test_shift_of_all_rows_counts_only_if_the_loss_depends_on_it(sums_to_zero):
     """A shift of all keys of an attention changes nothing."""

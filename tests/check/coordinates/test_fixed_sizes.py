@@ -126,13 +126,16 @@ def test_gradients_of_a_model_that_ends_in_a_projection_fall_as_the_root_of_the_
     hidden = model.first(batch[0]).tanh().detach()
     inner = model.inner(hidden)
     inner.retain_grad()
-    x = F.normalize(model.projection(inner.tanh()), dim=-1)
+    projected = model.projection(inner.tanh())
+    projected.retain_grad()
+    x = F.normalize(projected, dim=-1)
     F.cross_entropy(4 * x @ x.roll(1, 0).T, batch[1]).backward()
     grad = inner.grad @ model.inner.weight.detach()
     report = check(make, batches=[batch], roles=roles, densities=(1,), widths=(8, 16), prepare=settle)
     found = size_of(report, "inner", GRAD_X, density=1.0)
-    # At twice the base width: sqrt(2), not the factor 2 of a readout.
-    assert found.rms == pytest.approx(math.sqrt(2) * float(grad.square().mean().sqrt()), rel=1e-3)
+    # At twice the base width: sqrt(2), not the factor 2 of a readout, in proportion to the gradient that the norm sends back.
+    arriving = float(projected.grad.square().mean().sqrt())
+    assert found.rms == pytest.approx(math.sqrt(2) * float(grad.square().mean().sqrt()) / arriving, rel=1e-3)
 
 
 def standard_init(place):

@@ -86,6 +86,21 @@ OTHERS = {
         "MambaForCausalLM",
         lambda width: {"hidden_size": width, "num_hidden_layers": 2, "state_size": 8, "vocab_size": 64, **SPECIAL},
     ),
+    "rwkv": (
+        "RwkvForCausalLM",
+        lambda width: {"hidden_size": width, "attention_hidden_size": width, "intermediate_size": 2 * width,
+                       "num_hidden_layers": 2, "context_length": 32, "vocab_size": 64, **SPECIAL},
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        lambda width: grouped(width, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16),
+    ),
+    "segformer": (  # its config has no size of pictures
+        "SegformerForSemanticSegmentation",
+        lambda width: {"hidden_sizes": [width, 2 * width], "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1],
+                       "patch_sizes": [3, 3], "strides": [2, 2], "num_attention_heads": [width // 16, width // 8],
+                       "mlp_ratios": [2, 2], "decoder_hidden_size": width, "num_labels": 8},
+    ),
     "whisper": (
         "WhisperForConditionalGeneration",
         lambda width: two_stacks(width, num_mel_bins=8, max_source_positions=16, max_target_positions=16),

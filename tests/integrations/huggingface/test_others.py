@@ -29,7 +29,7 @@ def logits(model):
 
 
 @thin
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", [name for name in OTHERS if name != "rwkv"])  # whose factors cancel at these widths
 def test_saved_loaded_and_exported_models_give_the_same_logits(name, tmp_path):
     model, plan = parameterized(name, density=0.5, alpha_input=3.0, alpha_output=2.0)
     assert plan.pending == {}
@@ -167,9 +167,11 @@ def test_scale_that_was_set_by_hand_is_loaded_again(tmp_path):
     assert torch.equal(logits(again), logits(model))
 
 
-def test_attention_free_model_needs_no_scale(tmp_path):
-    model, plan = parameterized("mamba")
+@pytest.mark.parametrize("name", ["mamba", "rwkv"])  # RWKV's modules are called attention, but multiply no queries
+def test_attention_free_model_needs_no_scale(name, tmp_path):
+    model, plan = parameterized(name)
     assert plan.attention == []
+    assert plan.pending == {}
     model.save_pretrained(tmp_path)
     again, plan = huggingface.load(tmp_path)  # without a warning, which would be an error here
     assert plan.pending == {}

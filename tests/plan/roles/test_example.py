@@ -352,6 +352,65 @@ def test_dot_product_over_the_width_is_noted_unless_it_is_normalised(score, is_n
     assert ("dot product" in kinds(plan)) is is_noted
 
 
+class Divided(Retrieval):
+    """Scores are divided by the root of the width; ``also`` multiplies what the layers read by the same number."""
+
+    def __init__(self, width, *, also):
+        super().__init__(width, torch.matmul)
+        self.factor, self.also = width**-0.5, also
+
+    def forward(self, tokens):
+        x = self.table(tokens) * (self.factor if self.also else 1.0)
+        return self.factor * self.left(x) @ self.right(x).mT
+
+
+def test_number_that_multiplies_sums_over_the_width_alone_is_left_alone():
+    model = Divided(64, also=False)
+    plan = smupar.parameterize(model, base=Divided(16, also=False), example=TOKENS, multipliers="base")
+    assert plan.multipliers == ()
+    assert model.factor == 1 / 8
+    assert any("left to follow the width" in str(note) and "factor = 0.125" in str(note) for note in plan.notes)
+    both = smupar.make_plan(Divided(64, also=True), base=Divided(16, also=True), example=TOKENS)
+    assert "factor = 0.125 (base: 0.25)" in both.pending["multipliers"]  # which of its two uses counts cannot be told
+
+
+class PerHead(nn.Module):
+    """A matrix of fixed size for each head, of which wider models have more."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width // 8, 8, 8))
+
+    def forward(self, x):
+        return torch.einsum("bthd,hde->bthe", x.unflatten(-1, (-1, 8)), self.weight).flatten(2)
+
+
+def test_matrices_of_heads_read_a_fixed_size_and_write_the_width():
+    make = with_block(PerHead)
+    row = smupar.make_plan(make(64), base=make(16), example=TOKENS, density=0.5)["1.weight"]
+    assert (row.role, row.in_dims, row.width_in, row.width_out) == ("hidden", (1,), 1, 4)
+    assert row.init_std == pytest.approx((8 * 0.5) ** -0.5)  # each output is a sum over the 8 entries of its own head
+    assert (row.lr_factors["adam"], row.lr_factors["sgd"]) == (2, 8)  # 1 / rho, and m_out / rho
+
+
+class Viewer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.table, self.attention = nn.Embedding(40, width), nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
+
+    def forward(self, tokens):
+        q, k, v = self.attention(self.table(tokens)).chunk(3, -1)
+        x = self.projection(F.scaled_dot_product_attention(q, k, v, scale=0.1))
+        return F.normalize(x, dim=-1) @ F.normalize(x, dim=-1).mT
+
+
+def test_small_base_and_large_model_are_compared_although_one_runs_without_values():
+    plan = smupar.make_plan(on_meta(Viewer, 1280), base=on_meta(Viewer, 16), example=TOKENS)
+    assert plan.pending.keys() == {"attention_scale"}  # outputs are cosines, so no output factor is missing
+    assert not {"example", "dot product"} & kinds(plan)
+
+
 def test_vector_that_is_summed_is_noted():
     class Pool(nn.Module):
         def __init__(self, width):
@@ -470,6 +529,23 @@ def test_examples_that_cannot_be_run_are_named_and_rules_without_them_hold(make,
         plan = smupar.make_plan(make(64), base=make(16), example=example, roles=answers)
     without = smupar.make_plan(make(64), base=make(16), roles=answers)
     assert [row.lr_factors for row in plan] == [row.lr_factors for row in without]
+
+
+class ByNumpy(nn.Module):
+    """Leaves torch between two layers, as a kernel of another library would."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.before, self.after = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.after(torch.from_numpy(self.before(x).numpy().copy()))
+
+
+def test_weight_whose_output_is_lost_from_sight_is_named():
+    make = with_block(ByNumpy)
+    with pytest.warns(smupar.PlanWarning, match="what '1.before.weight' writes was lost.*'1.after.weight' reads something"):
+        smupar.make_plan(make(64), base=make(16), example=TOKENS)
 
 
 def test_question_says_that_the_example_could_not_be_run():

@@ -5,6 +5,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.ao.nn.quantized import dynamic as quantized
 from torch.nn.utils import parametrizations
 
 import smupar
@@ -98,6 +99,14 @@ REFUSED = {
         {"model": lambda: sequential(64, num_out=100), "base": lambda: sequential(16, num_out=50)},
         "do model and base have different numbers of outputs",
     ),
+    "scripted": (
+        {"model": lambda: torch.jit.trace(sequential(64), torch.zeros(1, 8)), "base": lambda: sequential(16)},
+        "parameterize the model before it is scripted",
+    ),
+    "quantized": (
+        {"model": lambda: nn.Sequential(nn.Linear(8, 64), quantized.Linear(64, 4)), "base": lambda: sequential(16)},
+        "'1' is a quantized Linear, whose weight is no parameter",
+    ),
     "delta of another class": ({**MLP, "delta": lambda: LM(8)}, "delta is a LM, the model a Sequential"),
     "delta of another depth": ({**MLP, "delta": lambda: sequential(32)[:3]}, "delta has 4 parameters and the model 6"),
     "glob without a match": (
@@ -116,6 +125,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*deprecated")  # of torch: scripts and quantized layers
 @pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED)
 def test_mistakes_are_refused_by_name(given, message):
     refusal(**{name: value() if callable(value) else value for name, value in given.items()}, match=message)
