@@ -87,9 +87,8 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings, *, has_values
     density = settings.get("density")
     masks = settings.get("masks") or {}
     assert isinstance(masks, Mapping)
-    sparsity = make_sparse(
-        model, roles, pattern, pattern.default_density if density is None else density, numbers.base_spread, masks
-    )
+    density = pattern.default_density if density is None else density
+    sparsity = make_sparse(model, roles, pattern, density, numbers.base_spread, masks)
     depth = correspond(model, base)
     branches = branch_factors(model, base, depth, numbers.depth, settings.get("branches"), settings.get("example"))
     initial = _Initial.of(model, base, roles, depth, numbers.rule, settings.get("init_std", "fan_in"), has_values=has_values)

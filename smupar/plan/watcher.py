@@ -301,7 +301,7 @@ class _Watcher(TorchDispatchMode):
             return replace(flow, shares=flow.scores, scores=frozenset()), ()
         data = [tensor for tensor, each in zip(inputs, flows, strict=True) if each.is_data]
         if len(data) == 1 and name in ("mul", "div"):
-            flow = self._times(flow, [arg for arg in args[:2] if arg is not data[0]])
+            flow = self._times(flow, args[:2], data[0])
         if len(data) == 1 and name in _KEEP_ENDS:
             flow = replace(flow, ends=self._of(data[0]).flow.ends)
         if name == "add" and len(data) == 2 and data[0].shape == data[1].shape:
@@ -316,8 +316,9 @@ class _Watcher(TorchDispatchMode):
         dim = args[1] if len(args) > 1 else 0
         return self._event("join", [tensor.shape[dim] for tensor in inputs if tensor.ndim == output.ndim])
 
-    def _times(self, flow: Flow, factors: list[Any]) -> Flow:
+    def _times(self, flow: Flow, args: Any, activation: Tensor) -> Flow:
         """The flow of an activation that is multiplied or divided by a number of the module."""
+        factors = [arg for arg in args if arg is not activation]
         if len(factors) != 1 or (isinstance(factors[0], Tensor) and (factors[0].numel() != 1 or factors[0].is_meta)):
             return flow
         number = Scalar(self._paths[-1], float(factors[0]), set(flow.scores))
