@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from smupar.updates.observer import observe
     from smupar.updates.trace import Trace
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _WHERE = {
     "parameterize": "model.parameterize",

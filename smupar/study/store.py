@@ -18,6 +18,7 @@ import csv
 import hashlib
 import io
 import json
+import re
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
@@ -41,6 +42,7 @@ if TYPE_CHECKING:  # torch takes seconds to load, and the page of a study needs 
     from smupar.updates.trace import Trace
 
 FORMAT = "smupar-study/1"
+_SAME_RUNS_SINCE = "0.1.0"  # the first version whose runs are the same as this one's: its studies can go on
 _REMEDY = "restore it from a copy, or choose another --out"
 # What may grow when a study continues: the lists of a transfer study, the axes of a sweep and the number of seeds. Finished
 # runs stay, since they are found by their ids.
@@ -271,7 +273,7 @@ def _has_grown(study: Study, here: dict[str, Any]) -> bool:
     """Whether a study now has more runs than before. Raises if it is another study."""
     there = study.describe()
     refuse(
-        there["format"] != FORMAT or there["version"] != here["version"],
+        there["format"] != FORMAT or not _release(_SAME_RUNS_SINCE) <= _release(there["version"]) <= _release(here["version"]),
         f"{study.folder} was made by smupar {printable(there['version'])}, this is {here['version']}: choose another --out",
     )
     old, new = (_comparable(described["definition"]) for described in (there, here))
@@ -279,6 +281,11 @@ def _has_grown(study: Study, here: dict[str, Any]) -> bool:
     other = differences(*({name: value for name, value in values.items() if name not in grown} for values in (old, new)))
     refuse(other, f"{study.folder} holds another study ({printable(other)}): choose another --out")
     return bool(grown)
+
+
+def _release(version: object) -> tuple[int, ...]:
+    """The numbers of a version, to compare; none for what is no version."""
+    return tuple(int(number) for number in re.findall(r"\d+", str(version))[:3])
 
 
 def _comparable(definition: dict[str, Any]) -> dict[str, Any]:

@@ -76,10 +76,14 @@ function sizeColour(place) {
   return mix(stops[index], stops[index + 1], at - index);
 }
 
-/** The colour of a line: grey for the reference; that of its rule, if lines are of different rules; otherwise that of its size. */
+/** The colour of a line: grey for the reference; that of its rule, if lines are of different rules, darker or lighter for further
+ *  curves of the same rule; otherwise that of its size. */
 function lineColour(line, chart, index) {
   if (line.is_reference) return css("--muted");
-  if (line.rule) return ruleColour(line.rule) || css("--muted");
+  if (line.rule) {
+    const same = chart.lines.slice(0, index).filter((other) => other.rule === line.rule && other.is_joined && line.is_joined).length;
+    return mix(ruleColour(line.rule) || css("--muted"), css("--text"), Math.min(0.35 * same, 0.7));
+  }
   return chart.rule || chart.marked ? sizeColour(line.shade) : SERIES[theme()][index % SERIES.light.length];
 }
 
