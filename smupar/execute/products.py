@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_LEAST_IN_STACK = 128 * 128  # smaller weights of many models are faster as one batched product
+_LARGEST_BATCHED = 128 * 128  # weights of many models are not slower as one batched product up to this size
 
 
 def fast_products() -> contextlib.AbstractContextManager[object]:
@@ -59,7 +59,7 @@ def _fits(x: Tensor, weight: Tensor) -> bool:
         and x.device.type == "cpu"
         and weight.ndim == 2
         and x.ndim > 1
-        and (weight.numel() >= _LEAST_IN_STACK or not _is_stacked(x, weight))
+        and (weight.numel() > _LARGEST_BATCHED or not _is_stacked(x, weight))
         and type(weight) in (Tensor, torch.nn.Parameter)
         and not torch.is_autocast_enabled("cpu")
     )
