@@ -1,4 +1,4 @@
-"""Times steps of stacks on a GPU by how they compute attention, and their memory."""
+"""Measures time and memory of stacked steps on a GPU, for different ways to compute attention."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def bench_attention(
                 before = torch.cuda.memory_allocated() if on_gpu else 0
                 step = partial(GPTStack(runs, text, device, attention=kernel).step, 0)
                 seconds_of(step, _WARM_UP, device)
-            except torch.cuda.OutOfMemoryError as error:  # which is what the comparison is about
+            except torch.cuda.OutOfMemoryError as error:  # running out of memory is one of the results
                 missed[kernel] = first_line(error)
                 continue
             steps[kernel] = step

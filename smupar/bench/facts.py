@@ -1,4 +1,4 @@
-"""What benchmarks say about the machine, and the text that they train on."""
+"""Facts about the machine for benchmarks, and the random text that they train on."""
 
 from __future__ import annotations
 

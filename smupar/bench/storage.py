@@ -1,8 +1,8 @@
 """Times training steps of complete GPTs: dense, and with layers that keep only their non-zeros.
 
-Each row is a side beside the dense model, in one process and in turns: a named backend, or what ``auto`` chooses. The
+Each row compares one side, a named backend or the choice of ``auto``, with the dense model; both take turns in one process. The
 dense model has no masks, since a GPU multiplies zeros faster than other numbers. A row is written as soon as it is measured,
-and is not measured again, so the benchmark can be stopped at any time.
+and not measured again, so you can stop the benchmark at any time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _ON_CPU = tuple(reversed(_CSR))
 
 @dataclass(frozen=True)
 class StorageCase:
-    """What a row is of. Cases that are equal are measured once."""
+    """The case that a row measures. Equal cases are measured once."""
 
     width: int
     depth: int
@@ -60,7 +60,7 @@ class StorageCase:
 @dataclass(frozen=True)
 class StepTime:
     case: StorageCase
-    stored: str  # how many layers each backend has
+    stored: str  # number of layers in each backend
     seconds: float  # median of a step
     dense_seconds: float  # of the dense model, in the same rounds
     floor_seconds: float
@@ -121,7 +121,7 @@ def _row(case: StorageCase, device: torch.device, machine: Machine, repeats: int
     ours, dense = _config(case, device), replace(_config(case, device), sparsity=0.0, pattern="random")
     how = Execution(device=str(device), graph=case.captured, micro_batch=ours.batch_size)
     text, world = random_text(ours), World(0, 1, device, "ddp")
-    with warnings.catch_warnings(action="ignore"):  # few weights per neuron are meant here
+    with warnings.catch_warnings(action="ignore"):  # few weights per neuron are intended here
         sparse = Stepper(ours, replace(how, storage=case.storage), world, text)
         steps = {"dense": partial(Stepper(dense, how, world, text).step, 0), "ours": partial(sparse.step, 0)}
         for step in steps.values():
@@ -151,8 +151,9 @@ def _config(case: StorageCase, device: torch.device) -> RunConfig:
 
 
 def _floor(config: RunConfig, machine: Machine) -> float:
-    """The least time of a step: its FLOPs without zeros, or its bytes. Activations are written and read once. Weight, gradient
-    and both averages of each non-zero are read, and all but the gradient are written. Indices do not count."""
+    """The lower bound of a step's time: that of its FLOPs without zeros, or that of its bytes. Activations are written and read
+    once. Weight, gradient and both averages of each non-zero are read, and all but the gradient are written. Indices do not
+    count."""
     cost = estimate(config)
     num_bytes = 2 * cost.activation_bytes + 7 * 4 * cost.num_nonzeros
     return max(cost.sparse_flops / config.steps / machine.product_flops, num_bytes / machine.copy_bytes)

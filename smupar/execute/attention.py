@@ -1,7 +1,7 @@
 """Causal attention by torch's fused kernels, for one model and for the models of a stack.
 
-``torch.func`` cannot batch the backward passes of these kernels, and some not at all. Here the models of a stack become part of
-the batch. Only the forward pass has to know that, because a stack differentiates the sum of its losses
+``torch.func`` cannot batch the backward passes of these kernels, and some kernels not at all. Here the models of a stack become
+part of the batch. Only the forward pass needs a rule for this, because a stack differentiates the sum of its losses
 (``batched.gradients_of_sum``).
 """
 
@@ -13,24 +13,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_ADDED = 8  # entries that a head gets for distances: four are used, and kernels want a multiple of eight
+_ADDED = 8  # entries added to a head for distances: four are used, and kernels need a multiple of eight
 _BLOCK = 128  # a position is a multiple of this plus a rest; bf16 holds both exactly, up to a length of 32,768
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-    """softmax(Q K' + bias) V for heads of shape (batch, heads, length, size). Without a bias only the future is left out."""
+    """softmax(Q K' + bias) V for heads of shape (batch, heads, length, size). Without a bias the attention is causal."""
     out: Tensor = torch.ops.smupar.fused_attention(q, k, v, bias)
     return out
 
 
 def fused_alibi(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
-    """The same with ALiBi's slope times the distance as the bias, which never is in memory: heads get a few entries more, whose
-    product is slope times the key's position. Where the query is makes no difference to its softmax."""
+    """The same with ALiBi's slope times the distance as the bias, which is never in memory: heads get a few more entries, whose
+    product is slope times the key's position. The query's own position does not change its softmax."""
     size = v.shape[-1]
     position = torch.arange(1 - k.shape[-2], 1, device=k.device)
     rest = position % _BLOCK
     coarse = slopes.to(q.dtype)
-    fine = (slopes - coarse).to(q.dtype)  # both together have twice the digits
+    fine = (slopes - coarse).to(q.dtype)  # coarse and fine together have twice the digits
     of_q = F.pad(torch.stack([coarse, coarse, fine, fine], -1), (0, _ADDED - 4))
     of_k = F.pad(torch.stack([position - rest, rest, position - rest, rest], -1).to(k.dtype), (0, _ADDED - 4))
     q = torch.cat([q, of_q[:, None, :].expand(*q.shape[:-1], _ADDED)], -1)

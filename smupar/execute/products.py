@@ -1,7 +1,7 @@
-"""Products of linear layers in fp32 on a CPU, by oneDNN where torch's MKL is slow.
+"""Products of linear layers in fp32 on a CPU, by oneDNN if torch's MKL is slow on this processor.
 
-MKL uses AVX-512 on Intel's processors only. On AMD's it takes twice as long as oneDNN, which torch brings too. The choice
-depends on the processor alone and is never measured, so that a run has the same bits each time.
+MKL uses AVX-512 only on Intel's processors. On AMD's it takes twice as long as oneDNN, which also comes with torch. The choice
+depends only on the processor and is never measured, so that a run has the same bits each time.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 
 def fast_products() -> contextlib.AbstractContextManager[object]:
-    """Within the block linear layers multiply by oneDNN where that is faster. Backward passes of what was computed in it do so
-    too. Nothing changes in what is compiled."""
+    """Makes linear layers multiply by oneDNN within the block if that is faster. Backward passes of these products use it too.
+    Compiled code does not change."""
     return _Linear() if _mkl_is_slow() and not torch.compiler.is_compiling() else contextlib.nullcontext()
 
 
@@ -51,7 +51,7 @@ class _Linear(TorchFunctionMode):
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether a layer is multiplied in fp32 on a CPU. Subclasses of tensors, such as shards, know better how to multiply."""
+    """Whether a layer is multiplied in fp32 on a CPU. Subclasses of tensors, such as shards, multiply in their own way."""
     return (
         x.dtype == weight.dtype == torch.float32
         and x.device.type == "cpu"

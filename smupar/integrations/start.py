@@ -18,6 +18,6 @@ def check_start(model: nn.Module, plan: Plan, optimizer: Any, *, trained: bool, 
     names = [line.partition(":")[0] for line in left]
     refuse(
         left,
-        f"the plan still asks for {', '.join(names)}, and training would go on without it: {'; '.join(left)} "
+        f"the plan still asks for {', '.join(names)}, but training would start without it: {'; '.join(left)} "
         f"If nothing is to be set, say so {where}: {'; '.join(f'plan.settle({name!r})' for name in names)}",
     )

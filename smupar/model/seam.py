@@ -129,13 +129,13 @@ def seam_of(optimizer: Optimizer) -> Seam:
             _install()
             setattr(optimizer, _SEAM, seam := Seam())
             _KNOWN.add(optimizer)
-            for (name, phase), applies in _EVERYWHERE.items():
+            for (name, phase), applies in EVERYWHERE.items():
                 if applies(optimizer):
                     seam.add(phase, **{name: phase})
     return seam
 
 
-_EVERYWHERE: dict[tuple[str, Phase], Callable[[Optimizer], bool]] = {}
+EVERYWHERE: dict[tuple[str, Phase], Callable[[Optimizer], bool]] = {}
 _KNOWN: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 _LOCK = threading.RLock()  # threads may make models and step optimizers at the same time
 
@@ -144,9 +144,9 @@ def on_every_step(name: str, phase: Phase, applies: Callable[[Optimizer], bool] 
     """Adds a phase to all optimizers that it applies to, existing and new ones. The phase is its own owner. A second call
     changes nothing."""
     with _LOCK:
-        if (name, phase) not in _EVERYWHERE:
+        if (name, phase) not in EVERYWHERE:
             _install()
-            _EVERYWHERE[name, phase] = applies
+            EVERYWHERE[name, phase] = applies
             for optimizer in filter(applies, _KNOWN):
                 seam_of(optimizer).add(phase, **{name: phase})
 

@@ -1,18 +1,18 @@
-"""Beyond the paper: controls for measured updates. Is the proxy's trace needed, or would one tuned constant do? Does it have to
-be what updates do to a layer's output?
+"""Beyond the paper: controls for measured updates. Is the proxy's trace needed, or does one tuned constant do as well? Must the
+measured quantity be the effect of updates on a layer's output?
 
-Every run gets the proxy's best learning rate for everything but its hidden weights. Their learning rate alone is swept, as a
-factor on the proxy's. Measured updates follow the trace of the proxy; their factor is 1 if nothing is tuned. The controls
-follow a constant, and get their best factor:
+Every run uses the proxy's best learning rate for everything but hidden weights. Only the learning rate of hidden weights is
+swept, as a factor on the proxy's. Measured updates follow the trace of the proxy; without tuning their factor is 1. The
+controls follow a constant, and use their best factor:
 
 constant   one number for the effect of updates, RMS(X dW), in all layers and at all steps
 trust      one number for the norm of an update over that of its weight, as in LAMB
 rms        one number for the RMS of an update
 spectral   one number for the spectral norm of an update, times sqrt(in / out)
 
-"function" follows a trace of what the update of each layer does to the model's output, as FLeRM does (Milsom et al., arXiv
-2502.17405), but for hidden weights alone, and measured by a forward pass for each layer. "smupar" follows nothing. Numbers for
-constants are the geometric means of the proxy, so that factors are near 1; they are tuned all the same.
+"function" follows a trace of the effect of each layer's update on the model's output, as FLeRM does (Milsom et al., arXiv
+2502.17405), but only for hidden weights, and measured by a forward pass for each layer. "smupar" follows nothing. Numbers for
+constants are the geometric means of the proxy, so that factors are close to 1; they are tuned nevertheless.
 """
 
 from __future__ import annotations
@@ -35,12 +35,13 @@ from smupar.study.space import unique
 from smupar.study.store import Study
 
 MEASURED, SMUPAR, CONSTANT, FUNCTION = "measured", "smupar", "constant", "function"
-# log2 of the factors on the learning rate of hidden weights that are tried first. A sweep goes on if the best is at an end.
+# log2 of the factors on the learning rate of hidden weights that are tried first. A sweep continues if the best factor is at an
+# end.
 _FACTORS = {
     MEASURED: range(-2, 3), CONSTANT: range(-3, 3), SMUPAR: range(-3, 2), FUNCTION: range(-2, 3),
     "trust": range(-2, 4), "rms": range(-1, 5), "spectral": range(-2, 4),
 }  # fmt: skip
-_FURTHER = 4  # times that a sweep goes on
+_FURTHER = 4  # number of times that a sweep may continue
 _FIRST, _OTHERS = (MEASURED, CONSTANT, SMUPAR), ("trust", "rms", "spectral", FUNCTION)
 _UNTUNED = (MEASURED, SMUPAR, FUNCTION)  # whose factor is 1 without any tuning
 _NEAR = 0.005  # a factor counts as good as the best one if it costs no more than this share of the loss
@@ -77,7 +78,7 @@ def proxies(scale: Scale) -> list[RunConfig]:
 
 
 def then(scale: Scale, study: Study) -> list[RunConfig]:
-    """What follows the proxy, up to the first part whose results are missing. The most valuable parts come first."""
+    """The runs that follow the proxy, up to the first part with missing results. The most valuable parts come first."""
     asked: list[RunConfig] = []
     for part in _Plan(scale, study).parts():
         asked += part
@@ -87,12 +88,12 @@ def then(scale: Scale, study: Study) -> list[RunConfig]:
 
 
 def expected(scale: Scale) -> list[RunConfig]:
-    """The runs of ``then``, if no sweep has to go on."""
+    """The runs of ``then``, if no sweep has to continue."""
     return unique(run for part in _Plan(scale, None).parts() for run in part)
 
 
 class _Plan:
-    """The runs that follow the proxy, from the results that a study has; without a study, those that are expected."""
+    """The runs that follow the proxy, given the results of a study so far; without a study, the expected runs."""
 
     def __init__(self, scale: Scale, study: Study | None) -> None:
         self.scale, self.study, self.size = scale, study, _SIZES[scale.name]
@@ -107,7 +108,7 @@ class _Plan:
         self.traces = _TRACES if has_other else tuple(kind for kind in _TRACES if kind != "other-text")
 
     def parts(self) -> Iterator[list[RunConfig]]:
-        """Each part is asked for when the results of those before it are there."""
+        """The parts in order. Each is computed only when the results of earlier parts are there."""
         for places, kinds in ((self.places, _FIRST), (self.sparsest, _OTHERS)):
             yield [self._recorded(kind) for kind in kinds if kind in _OTHERS]
             for _ in range(1 + _FURTHER):
@@ -122,7 +123,7 @@ class _Plan:
         return replace(run, rest_lr=self.proxy.lr, lr=self.proxy.lr)
 
     def _sweep(self, kind: str, method: str, density: float) -> list[RunConfig]:
-        """The first factors, and as many more as it takes until the best one is not at an end."""
+        """The first factors, and more until the best one is not at an end."""
         found = [self._at(kind, method, density, factor) for factor in _FACTORS[kind]]
         low, high = min(_FACTORS[kind]), max(_FACTORS[kind])
         for _ in range(_FURTHER):
@@ -135,12 +136,12 @@ class _Plan:
         return found
 
     def _best(self, runs: list[RunConfig]) -> int | None:
-        """The best factor; None as long as a run has not ended."""
+        """The best factor; None until all runs have ended."""
         results = [] if self.study is None else self.study.results(runs)
         return _log2_factor(min(results, key=lambda result: result.loss).config) if len(results) == len(runs) else None
 
     def _seeds(self, kind: str, method: str, density: float) -> list[RunConfig]:
-        """More seeds at factor 1, if that is what costs no tuning, and at the best factor."""
+        """More seeds at the best factor, and at factor 1 for kinds that need no tuning."""
         best = self._best(self._sweep(kind, method, density))
         factors = {-1 if best is None else best, *((0,) if kind in _UNTUNED else ())}
         runs = [self._at(kind, method, density, factor) for factor in sorted(factors)]
@@ -175,7 +176,7 @@ class _Plan:
         return replace(self.proxy, **changes.get(kind, {}))
 
     def _trace(self, kind: str) -> Path:
-        """The file with the trace that a kind of run follows. Its name says what it is: configurations hold names alone."""
+        """The file with the trace that a kind of run follows. Its name describes it, since configurations hold only names."""
         if self.study is None:
             return Path(f"{kind}-expected.trace.json")
         if kind == MEASURED:
@@ -256,11 +257,11 @@ class _Place:
         return min(self.losses[kind], key=lambda factor: self.losses[kind][factor].get(0, math.inf))
 
     def usual(self, kind: str) -> int:
-        """The factor that a kind is compared at: 1 if that takes no tuning, else its best one."""
+        """The factor at which a kind is compared: 1 if it needs no tuning, else its best factor."""
         return 0 if kind in _UNTUNED else self.best(kind)
 
     def leads(self, kind: str, other: str, factor: int | None = None) -> list[float]:
-        """By how much a kind is ahead of another, for each seed that both have. ``factor`` is that of both, if it is given."""
+        """The lead of one kind over another, for each seed that both have; both at ``factor``, if it is given."""
         mine, others = (self.losses[each][self.usual(each) if factor is None else factor] for each in (kind, other))
         return [others[seed] / mine[seed] - 1 for seed in sorted(mine.keys() & others.keys()) if math.isfinite(mine[seed])]
 
@@ -335,7 +336,8 @@ def _needed(leads: list[float]) -> float:
 
 
 def _ablated(place: _Place) -> list[Claim]:
-    """Whether a trace that is flat in time or shuffled over layers is worse, and what other changes of the measurement do."""
+    """Whether a trace that is flat in time or shuffled over layers is worse. The text also gives the effect of other changes of
+    the measurement."""
     kinds = [kind for kind in (*_TRACES, *_LAWS) if kind in place.losses]
     if not kinds:
         return []

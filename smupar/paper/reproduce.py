@@ -172,8 +172,9 @@ def reproduce(
         write_atomic(place.folder / MADE_ON, json.dumps(made_on))
     if fig.text:
         write_atomic(place.folder / "table.txt", fig.text() + "\n")
-    if fig.draw and not missing_pictures():
-        draw_png(fig.draw(measured), place.folder / "picture.png", fig.title, columns=fig.columns)
+    panels = fig.draw(measured) if fig.draw else []  # none if what is drawn has not ended
+    if panels and not missing_pictures():
+        draw_png(panels, place.folder / "picture.png", fig.title, columns=fig.columns)
     claim = fig.claim(measured)
     facts: dict[str, Any] = {"figure": name, "scale": asdict(scale), "smupar": __version__, "runs": len(rows), **asdict(claim)}
     write_atomic(place.folder / "claim.json", json.dumps(facts, indent=1))

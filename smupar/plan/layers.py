@@ -105,8 +105,8 @@ class LayerKind:
 def kind_of(module: nn.Module) -> LayerKind:
     """The first kind that fits. Classes that the user registered come before the table."""
     for base in type(module).__mro__:
-        if base in _REGISTERED:  # a subclass may have another forward pass
-            kind = _REGISTERED[base]
+        if base in REGISTERED:  # a subclass may have another forward pass
+            kind = REGISTERED[base]
             return replace(kind, understood=min(kind.understood, MEASURABLE)) if base is not type(module) else kind
     return next(kind for kind in LAYERS if kind.matches(module))
 
@@ -204,7 +204,7 @@ LAYERS = (
     LayerKind("other modules of torch", lambda module: type(module).__module__.startswith("torch."), by_element=True),
     LayerKind("any other module", lambda module: True),
 )
-_REGISTERED: dict[type[nn.Module], LayerKind] = {}
+REGISTERED: dict[type[nn.Module], LayerKind] = {}
 
 
 # Layers of the user's own
@@ -250,7 +250,7 @@ def register_layer(
         is_registered=True,
     )
     refuse(
-        _REGISTERED.setdefault(layer, kind) != kind,
+        REGISTERED.setdefault(layer, kind) != kind,
         f"{layer.__name__} is registered already, with other arguments: register it once, beside the class",
     )
 

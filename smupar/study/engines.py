@@ -43,7 +43,7 @@ from smupar.study.store import Study
 from smupar.study.view import refreshed
 
 _USABLE = 0.8  # share of the free memory
-_MOST = 64  # runs in a stack
+MOST_STACKED = 64  # runs in a stack
 _MEASURED_STEPS = 8
 _LONG_SECONDS = 600.0
 
@@ -275,7 +275,7 @@ def largest_stack(config: RunConfig, device: torch.device, *, share: float = _US
     # Saving copies a stack's state twice in the host's memory.
     copies = 2 * cost.state_bytes if device.type == "cpu" else 0.0
     each = cost.state_bytes + cost.activation_bytes + scores + cost.num_parameters * 8 + copies
-    return min(_MOST, int(share * _free_bytes(device) / each))
+    return min(MOST_STACKED, int(share * _free_bytes(device) / each))
 
 
 def _free_bytes(device: torch.device) -> float:

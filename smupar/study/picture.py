@@ -1,8 +1,8 @@
 """Draws the curves of a study as a picture.
 
-Above the curves of a panel there is a row for each of them, with its optimum, the interval in which that lies, and how many
-octaves it is away from the optimum of the reference. If the hyperparameter transfers, the optima stand in one column. These
-rows also are the legend.
+Above the curves of a panel there is a row for each of them, with its optimum, the interval that contains it, and its distance
+in octaves from the reference's optimum. If the hyperparameter transfers, the optima stand in one column. These rows are also
+the legend.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _draw_title(panel: Panel, axis: Any) -> None:
 
 
 def _draw_legend(figure: Any, panels: Sequence[Panel], axes: Any, *, above: bool, many: bool) -> None:
-    """One legend for all panels. Where curves are named above, it holds the rest: stars, seeds, the dotted line."""
+    """One legend for all panels. If rows above the curves name these, it explains the rest: stars, seeds, the dotted line."""
     if not (above or many):
         return
     keys = {label: key for axis in axes for key, label in zip(*axis.get_legend_handles_labels(), strict=True)}
@@ -148,7 +148,7 @@ def _draw_line(line: Line, panel: Panel, axis: Any, high: float) -> None:
 
 
 def _draw_optima(panel: Panel, top: Any, axis: Any, *, with_names: bool) -> None:
-    """A row for each curve: the optimum, between which runs it lies, and its octaves from the reference."""
+    """Draws a row for each curve: its optimum, the runs on both sides of it, and its octaves from the reference."""
     reference = panel.marked_x
     assert reference is not None
     top.set_xscale("log", base=2)

@@ -40,7 +40,7 @@ from smupar.study.store import Study
 # and less is lost with one.
 _PARTS_PER_SLOT = {"GPU": 1, "CPU": 4}
 _MOST = 64  # runs in a part
-_RETRIES = 3  # how often Ray repeats a task whose worker is lost
+NUM_RETRIES = 3  # how often Ray repeats a task whose worker is lost
 _ROUNDS = 3  # how often missing runs are submitted
 _SEEN_WITHIN = 90.0  # seconds until a network file system shows files of another node
 _TELL_EVERY = 1.0  # seconds between reports of a worker
@@ -104,7 +104,7 @@ def _run_all(ray: Any, study: Study, todo: list[RunConfig], configs: list[RunCon
     resources = ray.cluster_resources()
     resource = "GPU" if resources.get("GPU", 0) >= 1 else "CPU"
     parts = _PartsProgress(ray, progress)
-    task = ray.remote(max_retries=_RETRIES, **({"num_gpus": 1} if resource == "GPU" else {"num_cpus": 1}))(_train_part)
+    task = ray.remote(max_retries=NUM_RETRIES, **({"num_gpus": 1} if resource == "GPU" else {"num_cpus": 1}))(_train_part)
     # Paths of data may be relative to where the command was given.
     where = (str(study.folder.resolve()), str(Path.cwd()), "cuda" if resource == "GPU" else "cpu", study.keeps_weights)
 

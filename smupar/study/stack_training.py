@@ -20,7 +20,7 @@ from smupar.study.store import Study
 
 _LOOK_EVERY = 50  # steps between looks at losses on a GPU, which also find runs that diverged
 _NUM_ROWS = 50  # rows in the metrics of a stacked run
-_SAVE_SECONDS = 45.0  # between saves of a stack; with the time that a save takes, less than a minute is lost
+SAVE_SECONDS = 45.0  # between saves of a stack; with the time that a save takes, less than a minute is lost
 
 
 def train_stack(
@@ -36,7 +36,7 @@ def train_stack(
     keeper = _StackKeeper(stack, state, saved.rows if saved else [[] for _ in part], len(wanted), progress)
     progress.begin(part[0])
     progress.running = {part[n].id: keeper.rows[n] for n in wanted}
-    cadence = Cadence(steps, max(1, steps // _NUM_ROWS), valid_every=steps, look_every=_LOOK_EVERY, save_seconds=_SAVE_SECONDS)
+    cadence = Cadence(steps, max(1, steps // _NUM_ROWS), valid_every=steps, look_every=_LOOK_EVERY, save_seconds=SAVE_SECONDS)
     if start:
         keeper.show(start)
     with contextlib.closing(state), Stop.on_signals() as stop:

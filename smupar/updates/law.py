@@ -1,7 +1,7 @@
-"""The law by which updates are measured and followed, and those that controls put in its place.
+"""The law by which updates are measured and followed, and alternatives for control experiments.
 
-A law is written as a word for what is measured, and changes of how: ``"rms"``, ``"effect,every=25"``, ``"function,held-out"``.
-This file does not import torch, so that ``smupar --help`` stays fast.
+A law is written as the measured quantity, followed by changed settings: ``"rms"``, ``"effect,every=25"``,
+``"function,held-out"``. This file does not import torch, so that ``smupar --help`` stays fast.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ FIRST_STEPS = 20  # these are all measured
 
 @dataclass(frozen=True)
 class Law:
-    """How updates are measured, and how learning rates follow.
+    """How updates are measured, and how learning rates follow them.
 
-    size      what is measured of an update dW of a hidden weight, see below
+    size      the measured quantity of an update dW of a hidden weight, see below
     old       the share of the average that stays at a measured step
     every     steps between measurements, after the first 20
-    tokens    how many of them are looked at; for function in whole sequences
+    tokens    number of tokens that are measured; for function in whole sequences
     held_out  whether they come from the validation text instead of the batch that made the update
 
-    effect    RMS(X dW): what the update does to the layer's output
+    effect    RMS(X dW): the change of the layer's output by the update
     rms       RMS of dW over kept weights: updates of equal size
     trust     norm of dW over that of W: LAMB
     spectral  spectral norm of dW times sqrt(in / out)
@@ -46,7 +46,7 @@ class Law:
 
 @cache
 def parse_law(text: str) -> Law:
-    """The law that a text writes; "" is the usual one."""
+    """Parses a law; "" is the usual one."""
     law, kinds = Law(), {"old": float, "every": int, "tokens": int}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")

@@ -1,5 +1,5 @@
-"""How large the updates of a stack are, by what ``Law.size`` names. Each kind looks at the stack before a step. After it, it
-says how large the update of one layer was, for each model."""
+"""Measures the sizes of a stack's updates, in the quantity that ``Law.size`` names. Each kind looks at the stack before a step,
+and afterwards measures the update of each layer, for each model."""
 
 from __future__ import annotations
 

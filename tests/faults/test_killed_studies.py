@@ -51,7 +51,7 @@ def command(kind, engine, out):
 def _run(argv, log):
     """Runs a command in a process of its own, with states of stacks that are saved often."""
     torch.set_num_threads(1)
-    stack_training._SAVE_SECONDS, loop._LONGEST_LOOK = 0.3, 0.05
+    stack_training.SAVE_SECONDS, loop.LONGEST_LOOK = 0.3, 0.05
     with log.open("a") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
         main(argv)
 

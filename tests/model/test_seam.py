@@ -266,7 +266,7 @@ def test_phase_of_an_owner_is_replaced_and_an_unknown_one_refused():
 def test_phase_for_every_optimizer_reaches_old_and_new_ones(monkeypatch):
     from smupar.model import seam
 
-    monkeypatch.setattr(seam, "_EVERYWHERE", {})
+    monkeypatch.setattr(seam, "EVERYWHERE", {})
     seen = []
     old, new = (torch.optim.SGD([nn.Parameter(torch.ones(1))]) for _ in range(2))
     seam_of(old)

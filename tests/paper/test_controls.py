@@ -8,8 +8,11 @@ import pytest
 
 from smupar.paper import controls
 from smupar.paper.controls import CONSTANT, MEASURED, SMUPAR
+from smupar.paper.reproduce import reproduce
 from smupar.paper.settings import Scale
+from smupar.study.config import EngineConfig
 from smupar.study.store import Study
+from smupar.study.sweep import sweep_from_json
 from smupar.updates.trace import Trace
 from tests.paper.rows import finished
 
@@ -70,6 +73,18 @@ def test_pictures_have_a_panel_for_each_place():
     (panel,) = controls.draw(rows())
     assert panel.title == "RigL, density 1/16"
     assert {line.label for line in panel.lines} == set(OPTIMUM)
+
+
+def test_proxies_alone_tell_nothing_and_draw_nothing(tmp_path):
+    definition = sweep_from_json({"kind": "reproduce", "scale": "cpu", "data": "stdlib"}).stored
+    with Study.open(tmp_path / "cpu" / "study", definition, "smupar reproduce --scale cpu") as study:
+        trace = Trace(60, [0, 30], {"blocks.0.mlp.up.weight": [2.0, 8.0]})
+        for run in controls.proxies(CPU):
+            study.add(run, finished(run, 4.0).summary, (), trace)
+    done = reproduce("controls", CPU, EngineConfig(device="cpu"), out=str(tmp_path), so_far=True)
+    assert done.claim.holds is None
+    assert done.missing == 16
+    assert not (done.folder / "picture.png").exists()
 
 
 def test_parts_come_one_after_the_other_and_a_sweep_goes_on_at_its_end(tmp_path):

@@ -18,7 +18,7 @@ from smupar.plan.layers import LAYERS, kind_of
 
 @pytest.fixture(autouse=True)
 def own_registry(monkeypatch):
-    monkeypatch.setattr(layers, "_REGISTERED", {})
+    monkeypatch.setattr(layers, "REGISTERED", {})
 
 
 class MyLinear(nn.Module):
@@ -313,7 +313,7 @@ REFUSED = {
 def test_nonsense_is_refused_and_leaves_nothing(make, facts, message):
     with pytest.raises(ValueError, match=message):
         smupar.register_layer(make(), **{"in_dim": 0, "out_dim": 1, **facts})
-    assert layers._REGISTERED == {}
+    assert layers.REGISTERED == {}
 
 
 def test_registering_twice_is_fine_with_the_same_facts_only():

@@ -78,7 +78,7 @@ def serial_losses(tmp_path_factory):
     ],
 )
 def test_study_is_complete_when_a_worker_is_killed(cluster, serial_losses, tmp_path, monkeypatch, num_retries):
-    monkeypatch.setattr(ray_engine, "_RETRIES", num_retries)
+    monkeypatch.setattr(ray_engine, "NUM_RETRIES", num_retries)
     victim = cluster.workers[0]
     missing_at_kill: list[int] = []
 

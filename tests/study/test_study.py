@@ -50,7 +50,7 @@ def test_engines_give_the_same_results(serial, tmp_path, engine):
 
 
 def test_group_that_is_split_may_mix_seeds(serial, tmp_path, monkeypatch):
-    monkeypatch.setattr("smupar.study.engines._MOST", 3)
+    monkeypatch.setattr("smupar.study.engines.MOST_STACKED", 3)
     configs = list(grid(TINY, AXES))
     ours = run(tmp_path / "study", "stacked", configs).results(configs)
     assert [one.loss for one in ours] == pytest.approx([one.loss for one in serial.results(configs)], rel=1e-4)
@@ -124,7 +124,7 @@ def test_rows_of_a_long_stack_are_means_and_their_last_one_is_validated(tmp_path
 
 
 def test_losses_of_a_stack_are_fetched_every_fifty_steps(tmp_path, monkeypatch):
-    monkeypatch.setattr("smupar.lm.run.loop._LONGEST_LOOK", float("inf"))  # steps alone decide
+    monkeypatch.setattr("smupar.lm.run.loop.LONGEST_LOOK", float("inf"))  # steps alone decide
     seen = []
 
     class Watched(StudyProgress):

@@ -48,7 +48,7 @@ _OPTIONS = ("field", "split", "encoding", "errors", "max_tokens", "shard_tokens"
 
 # Characters for one call of the tokenizer: enough to keep its threads busy, few enough to hold in memory.
 _BATCH_CHARS = 1 << 22
-_BATCH_PIECES = 1 << 13
+BATCH_PIECES = 1 << 13
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _prepare(
         remedy = "make space" if error.errno in FULL else "make the folder writable"
         raise ValueError(
             f"cannot write {folder} ({error.strerror or error}), {writer.num_tokens} tokens in {len(writer.shards)} shards are "
-            f"done: {remedy} and run the same command again, it goes on"
+            f"done: {remedy} and run the same command again to resume"
         ) from error
     except ValueError as error:
         writer.abandon()
@@ -192,7 +192,7 @@ def _batches(pieces: Iterator[Numbered]) -> Iterator[list[Numbered]]:
     for numbered in pieces:
         batch.append(numbered)
         num_chars += len(numbered[2].text)
-        if num_chars >= _BATCH_CHARS or len(batch) >= _BATCH_PIECES:
+        if num_chars >= _BATCH_CHARS or len(batch) >= BATCH_PIECES:
             yield batch
             batch, num_chars = [], 0
     if batch:

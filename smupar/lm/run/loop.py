@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from smupar.lm.run.step import Stepper
 
 _SLOW_SECONDS = 0.5
-_LONGEST_LOOK = 2.0
+LONGEST_LOOK = 2.0
 
 
 class Keeper(Protocol):
@@ -140,7 +140,7 @@ class Loop:
 
     def _waited_long(self) -> bool:
         """Whether the last look was so long ago that a checkpoint may be due before the next."""
-        return self.cadence.look_every > 0 and time.perf_counter() - self.since > _LONGEST_LOOK
+        return self.cadence.look_every > 0 and time.perf_counter() - self.since > LONGEST_LOOK
 
     def _catch_up(self) -> bool:
         """Repeats a validation that was interrupted before the run was resumed. Returns False if it is interrupted again."""

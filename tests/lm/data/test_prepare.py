@@ -140,7 +140,7 @@ def test_rows_of_a_dataset_are_streamed(monkeypatch):
 def test_dataset_that_breaks_off_goes_on_with_the_same_command(monkeypatch):
     config = pytest.importorskip("datasets").config
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", Path("cache").resolve())
-    monkeypatch.setattr("smupar.lm.data.prepare._BATCH_PIECES", 1)
+    monkeypatch.setattr("smupar.lm.data.prepare.BATCH_PIECES", 1)
     _write("d/train-0.jsonl", _lines(*({"text": f"row {i}"} for i in range(9))))
     _write("d/train-1.jsonl", "{")
     message = _message(_config("hf:d", shard_tokens=20))
@@ -250,7 +250,7 @@ _SCRIPT = """
 import json, os, resource, signal, sys
 import smupar.lm.data.prepare as module
 from smupar.lm.config.commands import PrepareConfig
-module._BATCH_PIECES = 7
+module.BATCH_PIECES = 7
 left, before, largest_file, options = json.loads(sys.argv[1])
 rename = os.replace
 def replace(*args):
@@ -443,7 +443,7 @@ def test_source_with_new_times_and_the_same_text_is_read():
 
 
 def test_preparation_whose_source_changed_meanwhile_starts_over_with_the_same_command(monkeypatch):
-    monkeypatch.setattr("smupar.lm.data.prepare._BATCH_PIECES", 1)
+    monkeypatch.setattr("smupar.lm.data.prepare.BATCH_PIECES", 1)
     text = b"some text\n" * 100_000
     _write("a.txt", text)
     config = _config("a.txt", shard_tokens=1000)
@@ -526,7 +526,7 @@ def test_damaged_shard_of_an_interrupted_preparation_is_noticed():
 
 
 def test_bad_input_after_finished_shards_keeps_them_for_the_remedy(monkeypatch):
-    monkeypatch.setattr("smupar.lm.data.prepare._BATCH_PIECES", 1)
+    monkeypatch.setattr("smupar.lm.data.prepare.BATCH_PIECES", 1)
     rows = [json.dumps({"text": f"document {i}", "body": "b"}).encode() for i in range(9)]
     rows[7] = rows[7].replace(b"7", b"\xff")
     _write("a.jsonl", b"\n".join(rows))
@@ -543,7 +543,7 @@ def test_bad_input_after_finished_shards_keeps_them_for_the_remedy(monkeypatch):
 
 
 def test_bad_input_after_finished_shards_does_not_block_another_command(monkeypatch):
-    monkeypatch.setattr("smupar.lm.data.prepare._BATCH_PIECES", 1)
+    monkeypatch.setattr("smupar.lm.data.prepare.BATCH_PIECES", 1)
     _write("a.jsonl", _lines({"text": "a" * 30, "body": "b"}, {"text": "a" * 30, "body": "c"}, {"body": "d"}))
     assert "a.jsonl, line 3: no field 'text', it has 'body'" in _message(_config("a.jsonl", shard_tokens=20))
     assert len(_files()) == 3
@@ -561,7 +561,7 @@ def test_full_disk_says_how_far_it_came_and_the_same_command_goes_on():
         .splitlines()[-1]
         .endswith(
             "cannot write out (File too large), 6000 tokens in 2 shards are done: "
-            "make space and run the same command again, it goes on"
+            "make space and run the same command again to resume"
         )
     )
     assert sorted(_files()) == ["progress.json", "tokens-00000.bin", "tokens-00001.bin"]

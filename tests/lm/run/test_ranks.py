@@ -83,6 +83,14 @@ def test_muon_runs_on_two_sharded_ranks_as_on_one(short, tmp_path):
     assert_same_curve(tmp_path / "two", tmp_path / "one", 1e-3)
 
 
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_branches_are_divided_on_two_ranks_as_on_one(short, tmp_path, parallel):
+    deep = replace(short, model=replace(short.model, depth=4), base_depth=1, steps=5)
+    train(deep, replace(CURVE, out=str(tmp_path / "one")))
+    two_ranks(deep, replace(CURVE, out=str(tmp_path / "two"), parallel=parallel))
+    assert_same_curve(tmp_path / "two", tmp_path / "one", 1e-5)
+
+
 def _command_of_rank(rank, port, argv, log):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

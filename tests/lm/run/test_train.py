@@ -229,6 +229,14 @@ def test_run_without_warm_up_or_optimizer_state_resumes(short, tmp_path):
     assert losses(folder) == losses(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("depth_rule", ["completep", "depth-mup", "none"])
+def test_base_of_the_same_depth_changes_no_bit(short, tmp_path, depth_rule):
+    train(short, replace(CURVE, out=str(tmp_path / "without")))
+    same = replace(short, base_depth=short.model.depth, depth_rule=depth_rule)
+    train(same, replace(CURVE, out=str(tmp_path / "same")))
+    assert losses(tmp_path / "same") == losses(tmp_path / "without")
+
+
 @pytest.mark.parametrize("storage", ["dense", "csr"])
 def test_deep_run_resumes_with_its_branch_factors(short, tmp_path, storage):
     deep, how = replace(short, model=replace(short.model, depth=2), base_depth=1), replace(CURVE, storage=storage)
