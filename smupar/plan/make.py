@@ -21,7 +21,7 @@ from smupar.plan.attention import named_like_attention
 from smupar.plan.branches import branch_factors, own_init, refuse_scaled_twice
 from smupar.plan.depth import Correspondence, correspond
 from smupar.plan.disguise import Multiplier, chosen, find_multipliers, in_sums
-from smupar.plan.evidence import NORMED_OUTPUT, Note, without_scores
+from smupar.plan.evidence import NORMED_OUTPUT, Evidence, Note, without_scores
 from smupar.plan.forward import Example
 from smupar.plan.neighbours import RoleSetting
 from smupar.plan.patterns import parse_pattern, read_masks
@@ -78,10 +78,7 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings, *, has_values
 
     The caller issues the plan's warnings, so that they point at the user's line.
     """
-    unknown = settings.keys() - Settings.__annotations__.keys()
-    if unknown:
-        known = ", ".join(Settings.__annotations__)
-        raise TypeError(f"unknown setting {sorted(unknown)[0]!r}; settings are {known} (density is 1 - sparsity)")
+    _refuse_unknown(settings)
     numbers = _Numbers.read(settings)
     pattern = parse_pattern(settings.get("pattern", "random"))
     roles, evidence = infer_roles(
@@ -90,16 +87,14 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings, *, has_values
     density = settings.get("density")
     masks = settings.get("masks") or {}
     assert isinstance(masks, Mapping)
-    sparsity = make_sparse(
-        model, roles, pattern, pattern.default_density if density is None else density, numbers.base_spread, masks
-    )
+    density = pattern.default_density if density is None else density
+    sparsity = make_sparse(model, roles, pattern, density, numbers.base_spread, masks)
     depth = correspond(model, base)
     branches = branch_factors(model, base, depth, numbers.depth, settings.get("branches"), settings.get("example"))
     initial = _Initial.of(model, base, roles, depth, numbers.rule, settings.get("init_std", "fan_in"), has_values=has_values)
-    follows, choice = numbers.rule is not SP or bool(branches), settings.get("multipliers", "ask")
-    numbers_found = find_multipliers(model, base, depth.modules) if follows else []
-    summed = in_sums(numbers_found, evidence.in_sums, depth.modules)
-    multipliers = chosen([each for each in numbers_found if each not in summed], choice)
+    choice = settings.get("multipliers", "ask")
+    has_factors = numbers.rule is not SP or bool(branches)  # SP leaves the model's own numbers alone
+    multipliers, summed = _multipliers(model, base, depth, evidence, choice) if has_factors else (chosen([], choice), [])
     unscored = without_scores(model, evidence.usage, depth.modules, {role.name for role in roles if role.scaling})
     refuse_scaled_twice(multipliers, depth, branches, choice)
     rows = tuple(_row(role, sparsity, numbers, initial, depth.m_depth(role.name)) for role in roles)
@@ -137,6 +132,22 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings, *, has_values
         multipliers=multipliers,
         unscored=unscored,
     )
+
+
+def _refuse_unknown(settings: Settings) -> None:
+    unknown = settings.keys() - Settings.__annotations__.keys()
+    if unknown:
+        known = ", ".join(Settings.__annotations__)
+        raise TypeError(f"unknown setting {sorted(unknown)[0]!r}; settings are {known} (density is 1 - sparsity)")
+
+
+def _multipliers(
+    model: nn.Module, base: nn.Module, depth: Correspondence, evidence: Evidence, choice: str
+) -> tuple[tuple[Multiplier, ...], list[Multiplier]]:
+    """The numbers that follow the width, after the user's choice, and those that should follow it."""
+    found = find_multipliers(model, base, depth.modules)
+    summed = in_sums(found, evidence.in_sums, depth.modules)
+    return chosen([each for each in found if each not in summed], choice), summed
 
 
 def cautions(plan: Plan) -> list[str]:

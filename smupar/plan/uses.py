@@ -56,7 +56,7 @@ class Event:
 
 
 @dataclass
-class Number:
+class Scalar:
     """A number by which a module multiplies or divides activations."""
 
     path: str
@@ -92,5 +92,5 @@ class Usage:
     same: dict[str, frozenset[str]] = field(default_factory=dict)  # module -> the modules whose output it returns
     # the first of these that depends on weights: loss, logits, all other outputs
     outputs: list[Output] = field(default_factory=list)
-    numbers: list[Number] = field(default_factory=list)
+    numbers: list[Scalar] = field(default_factory=list)
     attention: dict[int, str] = field(default_factory=dict)  # dot products that are attention scores -> their module

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from smupar.plan.flows import CONSTANT, Dims, Flow, Known, Label, Labels, aligned, by_name
 from smupar.plan.forward import Example, run_copy
 from smupar.plan.remembered import remembered
-from smupar.plan.uses import Event, Number, Output, Residual, Usage, Use, WeightProduct
+from smupar.plan.uses import Event, Output, Residual, Scalar, Usage, Use, WeightProduct
 
 
 def watch(model: nn.Module, example: Example, *, scaling: Mapping[str, Dims], reads: Mapping[str, Dims]) -> Usage:
@@ -296,14 +296,12 @@ class _Watcher(TorchDispatchMode):
         if name in _NORM_LAYERS or self._is_quotient_by_size(name, flows):
             flow = replace(flow, is_normed=True)
         if name == "cat":
-            dim = args[1] if len(args) > 1 else 0
-            sizes = [tensor.shape[dim] for tensor in inputs if tensor.ndim == output.ndim]
-            flow = replace(flow, joins=flow.joins | {self._event("join", sizes)})
+            flow = replace(flow, joins=flow.joins | {self._join(args, inputs, output)})
         if name in _SOFTMAX:
             return replace(flow, shares=flow.scores, scores=frozenset()), ()
         data = [tensor for tensor, each in zip(inputs, flows, strict=True) if each.is_data]
         if len(data) == 1 and name in ("mul", "div"):
-            flow = self._times(flow, [arg for arg in args[:2] if arg is not data[0]])
+            flow = self._times(flow, args[:2], data[0])
         if len(data) == 1 and name in _KEEP_ENDS:
             flow = replace(flow, ends=self._of(data[0]).flow.ends)
         if name == "add" and len(data) == 2 and data[0].shape == data[1].shape:
@@ -313,11 +311,17 @@ class _Watcher(TorchDispatchMode):
             return replace(flow, mark="weighted" if any(labels) else flows[0].mark), labels
         return replace(flow, mark=self._mark(name, args, inputs, data)), ()
 
-    def _times(self, flow: Flow, factors: list[Any]) -> Flow:
+    def _join(self, args: Any, inputs: list[Tensor], output: Tensor) -> int:
+        """Records a concatenation; returns the number of the event."""
+        dim = args[1] if len(args) > 1 else 0
+        return self._event("join", [tensor.shape[dim] for tensor in inputs if tensor.ndim == output.ndim])
+
+    def _times(self, flow: Flow, args: Any, activation: Tensor) -> Flow:
         """The flow of an activation that is multiplied or divided by a number of the module."""
+        factors = [arg for arg in args if arg is not activation]
         if len(factors) != 1 or (isinstance(factors[0], Tensor) and (factors[0].numel() != 1 or factors[0].is_meta)):
             return flow
-        number = Number(self._paths[-1], float(factors[0]), set(flow.scores))
+        number = Scalar(self._paths[-1], float(factors[0]), set(flow.scores))
         self.usage.numbers.append(number)
         return flow if flow.scores else replace(flow, numbers=flow.numbers | {len(self.usage.numbers) - 1})
 

@@ -37,6 +37,20 @@ def test_product_and_gradients_agree_with_double_precision(by_onednn, bias, shap
         assert (ours - exact).abs().max() < 1e-5 * exact.abs().max()
 
 
+@pytest.mark.parametrize("in_dims", [(0, 0), (None, 0), (1, 0), (0, None)])
+def test_products_of_a_stack_are_those_of_its_models(by_onednn, in_dims):
+    shape, rng = [4, 5, 128], torch.Generator().manual_seed(0)
+    if in_dims[0] is not None:
+        shape.insert(in_dims[0], 3)
+    x = torch.randn(shape, generator=rng).requires_grad_()
+    weight = torch.randn([3, 160, 128] if in_dims[1] == 0 else [160, 128], generator=rng).requires_grad_()
+    grads = torch.autograd.grad(torch.vmap(F.linear, in_dims)(x, weight).square().sum(), (x, weight))
+    exactly = [each.detach().double().requires_grad_() for each in (x, weight)]
+    expected = torch.autograd.grad(torch.vmap(torch.matmul, in_dims)(exactly[0], exactly[1].mT).square().sum(), exactly)
+    for ours, exact in zip(grads, expected, strict=True):
+        assert (ours - exact).abs().max() < 1e-5 * exact.abs().max()
+
+
 def test_transposed_inputs_are_multiplied_as_they_are(by_onednn):
     x, weight = torch.randn(24, 6), torch.randn(40, 24)
     torch.testing.assert_close(F.linear(x.T, weight), x.T @ weight.T)
