@@ -51,6 +51,12 @@ OTHERS = {
         lambda width: {"d_model": width, "d_kv": 16, "d_ff": 2 * width, "num_layers": 2, "num_heads": width // 16,
                        "vocab_size": 64, "decoder_start_token_id": 0, **SPECIAL},
     ),
+    "switch": (  # divides its logits by a root of the width only while its head is tied
+        "SwitchTransformersForConditionalGeneration",
+        lambda width: {"d_model": width, "d_kv": 16, "d_ff": 2 * width, "num_layers": 2, "num_sparse_encoder_layers": 1,
+                       "num_decoder_layers": 2, "num_sparse_decoder_layers": 1, "num_heads": width // 16, "num_experts": 4,
+                       "expert_capacity": 16, "vocab_size": 64, "decoder_start_token_id": 0, **SPECIAL},
+    ),
     "granite": (
         "GraniteForCausalLM",
         lambda width: grouped(width, logits_scaling=width / 64, attention_multiplier=0.5),
