@@ -107,8 +107,8 @@ def make_sparse(
         not hidden and density != 1,
         "no hidden weight could be made sparse: every matrix of this model reads or writes a fixed size",
     )
-    globs = density if isinstance(density, Mapping) else ()
-    globs = [glob for glob in globs if not any(fnmatchcase(name, glob) for name in hidden)]
+    settings = density if isinstance(density, Mapping) else {}
+    globs = [glob for glob in settings if not any(fnmatchcase(name, glob) for name in hidden)]
     named = {role.name: role for role in roles if role.role == "router" and any(fnmatchcase(role.name, glob) for glob in globs)}
     open_shapes = {name: role.shape for name, role in (hidden | named).items() if name not in given}
     nominal = {name: share for name, share in allocate(density, open_shapes).items() if share < 1}

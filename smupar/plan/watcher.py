@@ -305,22 +305,16 @@ class _Watcher(TorchDispatchMode):
         flows = [self._of(tensor).flow for tensor in inputs]
         if name == "sum":
             return self._sum(args, inputs[0]), ()
-        flow = self._mixed(inputs)
-        if name in _CHOICES:
-            flow = replace(flow, choices=flow.choices | flow.logits)
+        data = [tensor for tensor, each in zip(inputs, flows, strict=True) if each.is_data]
+        flow = self._chosen(name, self._mixed(inputs), data)
         if name in _NORM_LAYERS or self._is_quotient_by_size(name, flows):
             flow = replace(flow, is_normed=True)
         if name == "cat":
             flow = replace(flow, joins=flow.joins | {self._join(args, inputs, output)})
         if name in _SOFTMAX:
             return replace(flow, shares=flow.scores, scores=frozenset()), ()
-        data = [tensor for tensor, each in zip(inputs, flows, strict=True) if each.is_data]
         if len(data) == 1 and name in ("mul", "div"):
             flow = self._times(flow, args[:2], data[0])
-        if len(data) == 2 and name in ("mul", "div") and flow.logits:
-            flow = replace(flow, logits=frozenset())
-        if len(data) == 2 and name == "mul" and data[0].shape != data[1].shape:  # equal shapes gate each entry, as in a GLU
-            self._route(*(self._of(tensor).flow for tensor in data))
         if len(data) == 1 and name in _KEEP_ENDS:
             flow = replace(flow, ends=self._of(data[0]).flow.ends)
         if name == "add" and len(data) == 2 and data[0].shape == data[1].shape:
@@ -329,6 +323,16 @@ class _Watcher(TorchDispatchMode):
             labels = aligned([self._labels(tensor) for tensor in inputs if tensor is not data[0]], output.ndim)
             return replace(flow, mark="weighted" if any(labels) else flows[0].mark), labels
         return replace(flow, mark=self._mark(name, args, inputs, data)), ()
+
+    def _chosen(self, name: str, flow: Flow, data: list[Tensor]) -> Flow:
+        """Records what is weighted by a choice; returns the flow of the result with its logits and choices."""
+        if name in _CHOICES:
+            return replace(flow, choices=flow.choices | flow.logits)
+        if name not in ("mul", "div") or len(data) != 2:
+            return flow
+        if name == "mul" and data[0].shape != data[1].shape:  # equal shapes gate each entry, as in a GLU
+            self._route(*(self._of(tensor).flow for tensor in data))
+        return replace(flow, logits=frozenset())
 
     def _join(self, args: Any, inputs: list[Tensor], output: Tensor) -> int:
         """Records a concatenation; returns the number of the event."""
