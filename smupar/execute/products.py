@@ -33,7 +33,7 @@ def _mkl_is_slow() -> bool:
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     about = Path("/proc/cpuinfo")
-    return about.exists() and "AuthenticAMD" in about.read_text(errors="replace")
+    return about.exists() and "AuthenticAMD" in about.read_text(encoding="utf-8", errors="replace")
 
 
 class _Linear(TorchFunctionMode):

@@ -78,7 +78,7 @@ def test_grown_weights_start_at_zero_whatever_was_left_off_the_mask():
             parameter = model.get_parameter(name)
             parameter[~mask] = 7.0
             optimizer.state[parameter]["exp_avg"][~mask] = 7.0
-    with pytest.warns(smupar.PlanWarning, match="off its mask are not 0: another optimizer"):
+    with pytest.warns(smupar.PlanWarning, match="off its mask are not 0: it is trained by another optimizer"):
         sparsifier.step()
     for name, mask in masks_of(model).items():
         grown, parameter = mask & ~before[name], model.get_parameter(name)

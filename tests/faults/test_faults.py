@@ -177,7 +177,7 @@ def test_files_of_another_run_are_named(here, capsys):
         (here / "proxy" / name).rename(here / "run" / name)
         answer = run(COMMANDS["run"] if name == "summary.json" else f"generate run {GENERATE}", capsys)
         assert answer.code == 2
-        assert re.search(rf"{name} is damaged \(it is (that )?of (a|another) run", answer.err), answer.err
+        assert re.search(rf"{name} is damaged \(it belongs to (another )?run", answer.err), answer.err
         (here / "run" / name).rename(here / "proxy" / name)
         (here / "own").rename(here / "run" / name)
     assert run(COMMANDS["run"], capsys).code == 0

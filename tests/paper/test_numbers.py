@@ -158,7 +158,7 @@ def test_decay_page_has_what_coupled_decay_and_decay_of_some_parameters_cost():
     assert f"loses** {coupled[0]} at density 1/8, {coupled[1]} at 1/32 and {coupled[2]} at 1/128" in page
     matrices, hidden = ([lost(density, decayed=part) for density in (1 / 8, 1 / 32)] for part in ("matrices", "hidden"))
     assert f"the loss is {matrices[0]} higher at density 1/8 and {matrices[1]} at 1/32" in page
-    assert f"where hidden weights alone do, {hidden[0]} and {hidden[1]}" in page
+    assert f"if only hidden weights do, {hidden[0]} and {hidden[1]}" in page
     dense = [abs(study(decayed=part)[1, 0.1] / main[1, 0.1] - 1) for part in ("matrices", "hidden")]
     assert f"For dense models the difference is {percent(max(dense))} at most" in page
 

@@ -94,5 +94,5 @@ def test_what_cannot_be_packed_is_named_and_stays_dense(monkeypatch):
 
 
 def test_input_of_another_dtype_raises():
-    with pytest.raises(ValueError, match=r"packed in torch.float32, the input is torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"packed in torch.float32, but the input is torch.bfloat16"):
         PackedLinear(_matrix(4, 4, 0.5), None)(torch.ones(1, 4).bfloat16())

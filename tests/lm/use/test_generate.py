@@ -270,5 +270,5 @@ def test_folder_that_is_no_run_raises_with_the_remedy(tmp_path):
 def test_run_without_a_checkpoint_raises_with_the_remedy(run, tmp_path):
     config = load_run(run).config
     (tmp_path / "config.json").write_text(replace(config, seed=1).to_json())
-    with pytest.raises(FileNotFoundError, match="has no checkpoint yet: train on"):
+    with pytest.raises(FileNotFoundError, match="has no checkpoint yet: continue the run"):
         next(generate(_config(str(tmp_path))))
