@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
-ROLES = ("embedding", "hidden", "unembedding", "vector", "fixed")
+ROLES = ("embedding", "hidden", "unembedding", "router", "vector", "fixed")
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ _MUON = {"hidden": ONE}
 SP = Rule(
     name="sp",
     title="SP",
-    init_var={"embedding": ONE, "hidden": ONE, "unembedding": ONE},
+    init_var={"embedding": ONE, "hidden": ONE, "unembedding": ONE, "router": ONE},
     lr={"adam": _FLAT, "sgd": _FLAT, "muon": _MUON},
     forward={"embedding": ONE, "unembedding": ONE},
     has_alphas=False,
@@ -110,13 +110,16 @@ SP = Rule(
 MUP = Rule(
     name="mup",
     title="muP",
-    init_var={"embedding": ONE, "hidden": over(m_in=1), "unembedding": ONE},
+    # A router is an output weight inside the network: it writes a fixed number of logits. Raw routers belong to no layer that
+    # a hook could scale, so the unembedding's forward factor 1 / m_in is moved into the router's init and learning rates.
+    init_var={"embedding": ONE, "hidden": over(m_in=1), "unembedding": ONE, "router": over(m_in=2)},
     lr={
-        "adam": {**_FLAT, "hidden": over(m_in=1)},
+        "adam": {**_FLAT, "hidden": over(m_in=1), "router": over(m_in=1)},
         "sgd": {
             "embedding": Power(m_out=1),
             "hidden": Power(m_out=1, m_in=-1),
             "unembedding": Power(m_in=1),
+            "router": over(m_in=1),
             "vector": Power(m_out=1),
             "fixed": ONE,
         },
@@ -130,23 +133,21 @@ MUP = Rule(
         "embedding": Power(m_out=-1),
         "hidden": over(m_in=1),
         "unembedding": over(m_in=1),
+        "router": ONE,  # a change of its logits changes the loss as much at every width
         "vector": Power(m_out=-1),
         "fixed": ONE,
     },
 )
 
 
-def _corrected(power: Power) -> Power:
-    """SmuPar's change of muP: factors of hidden weights are also divided by m_rho."""
-    return replace(power, m_rho=-1)
+def _corrected(powers: dict[str, Power]) -> dict[str, Power]:
+    """SmuPar's change of muP: in factors of weights that may have a mask, m_in becomes m_in m_rho. A router has m_rho = 1
+    unless the user makes it sparse."""
+    return {**powers, **{role: replace(powers[role], m_rho=powers[role].m_in) for role in ("hidden", "router")}}
 
 
-_SMUPAR_INIT = {**MUP.init_var, "hidden": _corrected(MUP.init_var["hidden"])}
-_SMUPAR_LR = {
-    **MUP.lr,
-    "adam": {**MUP.lr["adam"], "hidden": _corrected(MUP.lr["adam"]["hidden"])},
-    "sgd": {**MUP.lr["sgd"], "hidden": _corrected(MUP.lr["sgd"]["hidden"])},
-}
+_SMUPAR_INIT = _corrected(MUP.init_var)
+_SMUPAR_LR = {**MUP.lr, "adam": _corrected(MUP.lr["adam"]), "sgd": _corrected(MUP.lr["sgd"])}
 
 SMUPAR = replace(MUP, name="smupar", title="SmuPar", init_var=_SMUPAR_INIT, lr=_SMUPAR_LR, depth="completep")
 SMUPAR_INIT_ONLY = replace(SMUPAR, name="smupar-init-only", title="muP + SmuPar init only", lr=MUP.lr)
@@ -175,7 +176,7 @@ def two_terms(m: float, per_neuron: float, kappa: float) -> float:
 
 
 # Which roles get weight decay, by the run's choice. "all" is our rule; the others are for comparison.
-DECAYED = {"all": ROLES, "matrices": ("embedding", "hidden", "unembedding"), "hidden": ("hidden",)}
+DECAYED = {"all": ROLES, "matrices": ("embedding", "hidden", "unembedding", "router"), "hidden": ("hidden",)}
 
 
 @dataclass(frozen=True)
@@ -252,6 +253,7 @@ def table() -> list[list[str]]:
 
     sgd_vector = "muP; not printed in the paper"
     tuned = "ours: LR times decay stays as tuned"
+    router = "ours: muP's output weight, without a forward factor"
     lines: list[tuple[str, Callable[[Rule], str], str]] = [
         ("embedding init variance", init("embedding"), "Table 1"),
         ("embedding LR (Adam family)", lr("adam", "embedding"), "Table 1"),
@@ -269,6 +271,10 @@ def table() -> list[list[str]]:
         ("unembedding LR (SGD family)", lr("sgd", "unembedding"), sgd_vector),
         ("unembedding decay (Adam family)", decay("adam", "unembedding"), tuned),
         ("unembedding forward", forward("unembedding", "alpha_out", "x W^T"), "Table 1"),
+        ("router init variance", init("router"), router),
+        ("router LR (Adam family)", lr("adam", "router"), router),
+        ("router LR (SGD family)", lr("sgd", "router"), router),
+        ("router decay (Adam family)", decay("adam", "router"), tuned),
         ("norms, biases LR (Adam family)", lr("adam", "vector"), "matches muP"),
         ("norms, biases LR (SGD family)", lr("sgd", "vector"), sgd_vector),
         ("norms, biases decay (Adam family)", decay("adam", "vector"), tuned),
@@ -334,6 +340,13 @@ def markdown() -> str:
         "Init variances are those of the kept weights. Embeddings and vectors scale in one dimension, with multiplier `m_out`.",
         "The unembedding scales in one too, with multiplier `m_in`. Norms, biases and tensors that do not scale keep the",
         "model's own init.",
+        "",
+        "A router writes a fixed number of logits, whose softmax, sigmoid or largest entries weight or choose the outputs of",
+        "other layers, as in mixtures of experts. It is an output weight inside the network (arXiv 2508.09752). As a hidden",
+        "weight its init variance would be `1 / m_in`. Then gradients that pass through it would outgrow all others like",
+        "`sqrt(m_in)`, and so would the changes of its logits that these cause in its input. Its initial logits shrink like",
+        "`1 / sqrt(m_in)`, as the readout's do, and each update moves them equally far at every width. A router stays dense,",
+        "so that `m_rho` is 1, unless a density or a mask names it.",
         "",
         "| " + " | ".join(header) + " |",
         "|" + "---|" * len(header),

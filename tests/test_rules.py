@@ -69,7 +69,7 @@ def test_init_variance_matches_table_1(name):
     assert init_var["hidden"].of(*MULTIPLIERS) == HIDDEN_INIT_VAR[name]
     assert init_var["unembedding"].of(*MULTIPLIERS) == 1
     # Norms and biases keep the model's own init: an entry here would overwrite it.
-    assert set(init_var) == {"embedding", "hidden", "unembedding"}
+    assert set(init_var) == {"embedding", "hidden", "unembedding", "router"}
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -82,6 +82,26 @@ def test_lr_adam_matches_table_1(name):
         "vector": 1,
         "fixed": 1,
     }
+
+
+# As an unembedding whose forward factor 1 / m is moved into the weight: std and Adam's rate are divided by m, and the rate of
+# SGD, m for the unembedding, by m^2. m is 17/4, or 17/4 * 1/16 where the density correction enters a mask of the user's own.
+@pytest.mark.parametrize(
+    ("name", "init_var", "lr"),
+    [
+        ("sp", 1, 1),
+        ("mup", Fraction(16, 289), Fraction(4, 17)),
+        ("smupar", Fraction(4096, 289), Fraction(64, 17)),
+        ("smupar-init-only", Fraction(4096, 289), Fraction(4, 17)),
+        ("smupar-lr-only", Fraction(16, 289), Fraction(64, 17)),
+    ],
+)
+def test_router_is_an_unembedding_without_a_forward_factor(name, init_var, lr):
+    rule = rules.get_rule(name)
+    assert rule.init_var["router"].of(*MULTIPLIERS) == init_var
+    assert rule.lr["adam"]["router"].of(*MULTIPLIERS) == rule.lr["sgd"]["router"].of(*MULTIPLIERS) == lr
+    assert rule.eps["router"].of(*MULTIPLIERS) == 1
+    assert "router" not in rule.forward
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -309,7 +309,7 @@ REFUSED = [
     ({"masks": {"fc1.weight": own_mask(5) * 0.5}}, "values other than 0 and 1"),
     ({"masks": {"fc1.weight": own_mask(0)}}, "keeps no weight at all"),
     ({"masks": {"fc1.weight": own_mask(5), "fc1.weight_mask": own_mask(6)}}, "'fc1.weight' is given twice"),
-    ({"masks": {"head.weight": torch.ones(5, 64, dtype=torch.bool)}}, "only hidden weights are made sparse"),
+    ({"masks": {"head.weight": torch.ones(5, 64, dtype=torch.bool)}}, "only hidden weights and routers may be sparse"),
     ({"init_std": {"fc*": 0.1}}, r"init_std does not cover embed.weight, head.weight; add a last line"),
     ({"init_std": {"fc1.bias": 0.1, "*": 0.1}}, r"init_std: 'fc1.bias' matches none of the weights that get an init"),
     *(({"init_std": std}, "init_std must") for std in (-0.1, NAN, INF, "xavier", True, None, {"*": -1}, {"*": "fan_out"})),

@@ -262,7 +262,7 @@ function keptPlace() {
 async function ask() {
   try {
     const listed = await page.source.refresh();
-    if (!listed.length) document.getElementById("main").replaceChildren(el("p", { class: "empty" }, "These folders hold nothing to show yet."));
+    if (!listed.length) document.getElementById("main").replaceChildren(...(page.source.waiting.length ? page.source.waiting : ["These folders hold nothing to show yet."]).map((words) => el("p", { class: "empty" }, words)));
     else {
       const entry = listed.find((each) => each.key === page.key) || listed[0];
       if (!page.doc || entry.key !== page.key || entry.version !== page.doc.version) await show(entry.key); else { drawDocuments(); pulse(); }
