@@ -17,6 +17,7 @@ base model's.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -324,53 +325,84 @@ def depth_table() -> list[list[str]]:
     return [header, *([what, *map(entry, DEPTH_RULES.values()), source] for what, entry, source in lines)]
 
 
+# How the page writes the letters of the tables. Other letters stay as they are.
+_LATEX = {
+    "s": r"\sigma",
+    "eta": r"\eta",
+    "lambda": r"\lambda",
+    "eps": r"\epsilon",
+    "alpha_in": r"\alpha_\text{in}",
+    "alpha_out": r"\alpha_\text{out}",
+    "m_in": r"m_\text{in}",
+    "m_out": r"m_\text{out}",
+    "m_rho": r"m_\rho",
+    "m_depth": r"m_\text{depth}",
+    "d_head": r"d_\text{head}",
+    "T": r"\top",
+}
+
+
+def formula(text: str) -> str:
+    """A cell of a table, such as ``eta / sqrt(m_depth)``, as mathematics that GitHub and the site render."""
+    roots = re.sub(r"sqrt\((\w+)\)", r"\\sqrt{\1}", text).replace(".", r" \cdot ")
+    return "$" + re.sub(r"[A-Za-z]\w*", lambda word: _LATEX.get(word[0], word[0]), roots) + "$"
+
+
+def _as_page(rows: list[list[str]]) -> list[str]:
+    """A table of rules in Markdown. The first column and the last are words, the others formulas."""
+    header, *body = rows
+    lines = []
+    for what, *cells, source in body:
+        source = re.sub(r"\bm_\w+", lambda name: formula(name[0]), source)
+        lines.append("| " + " | ".join([what, *map(formula, cells), source]) + " |")
+    return ["| " + " | ".join(header) + " |", "|" + "---|" * len(header), *lines]
+
+
 def markdown() -> str:
     """The page docs/rules.md, generated so that it cannot drift from the code."""
-    header, *rows = table()
-    depth_header, *depth_rows = depth_table()
     defaults = ", ".join(f"{rule.title}: {DEPTH_RULES[rule.depth].title}" for rule in (SP, MUP, SMUPAR))
     lines = [
         "# The rules",
         "",
         "Generated from `smupar/rules.py` by `smupar rules --markdown`; a test keeps both equal.",
         "",
-        "`s` is the base init std, `eta` the base learning rate, `lambda` the base weight decay, `m_in` and `m_out` the width",
-        "multipliers of a tensor's own fan-in and fan-out (the paper's `m_d` where both are equal), `m_rho` its density over",
-        "the base density.",
-        "Init variances are those of the kept weights. Embeddings and vectors scale in one dimension, with multiplier `m_out`.",
-        "The unembedding scales in one too, with multiplier `m_in`. Norms, biases and tensors that do not scale keep the",
-        "model's own init.",
+        r"$\sigma$ is the base init std, $\eta$ the base learning rate, $\lambda$ the base weight decay. $m_\text{in}$ and",
+        r"$m_\text{out}$ are the width multipliers of a tensor's own fan-in and fan-out (the paper's $m_d$ where both are",
+        r"equal), and $m_\rho$ is its density over the base density. In a terminal `smupar rules` writes them as `s`, `eta`,",
+        "`lambda`, `m_in`, `m_out` and `m_rho`.",
+        "",
+        "Init variances are those of the kept weights. Embeddings and vectors scale in one dimension, with multiplier",
+        r"$m_\text{out}$. The unembedding scales in one too, with multiplier $m_\text{in}$. Norms, biases and tensors that do",
+        "not scale keep the model's own init.",
         "",
         "A router writes a fixed number of logits, whose softmax, sigmoid or largest entries weight or choose the outputs of",
         "other layers, as in mixtures of experts. It is an output weight inside the network (arXiv 2508.09752). As a hidden",
-        "weight its init variance would be `1 / m_in`. Then gradients that pass through it would outgrow all others like",
-        "`sqrt(m_in)`, and so would the changes of its logits that these cause in its input. Its initial logits shrink like",
-        "`1 / sqrt(m_in)`, as the readout's do, and each update moves them equally far at every width. A router stays dense,",
-        "so that `m_rho` is 1, unless a density or a mask names it.",
+        r"weight its init variance would be $1 / m_\text{in}$. Then gradients that pass through it would outgrow all others",
+        r"like $\sqrt{m_\text{in}}$, and so would the changes of its logits that these cause in its input. Its initial logits",
+        r"shrink like $1 / \sqrt{m_\text{in}}$, as the readout's do, and each update moves them equally far at every width. A",
+        r"router stays dense, so that $m_\rho$ is 1, unless a density or a mask names it.",
         "",
-        "| " + " | ".join(header) + " |",
-        "|" + "---|" * len(header),
-        *("| " + " | ".join(row) + " |" for row in rows),
+        *_as_page(table()),
         "",
         "## Two terms",
         "",
         f"The rule `{SMUPAR_ALIGNED.name}` is ours. It is SmuPar, with another learning rate (Adam family) for hidden weights:",
         "",
-        "`eta / m sqrt((N0 + kappa) / (N0 + kappa / m))`, where `m = m_in m_rho`",
+        "$$",
+        r"\frac{\eta}{m} \sqrt{\frac{N_0 + \kappa}{N_0 + \kappa / m}} \qquad\text{where}\qquad m = m_\text{in} m_\rho",
+        "$$",
         "",
-        "and `N0` is the number of kept weights per neuron of that layer in the base model. `kappa`, as measured there",
+        r"and $N_0$ is the number of kept weights per neuron of that layer in the base model. $\kappa$, as measured there",
         "by `smupar.observe` (`observation.kappa()`), says how many weights of a neuron must agree before that counts as",
-        "much as the part of an update in which they do not. The factor is `1/m` while all agree, which is SmuPar's, and",
-        "`1/sqrt(m)` if none do. The decay is multiplied by the inverse, as for all rules. Whether it is better than SmuPar",
-        "has not been measured.",
+        "much as the part of an update in which they do not. The factor is $1 / m$ while all agree, which is SmuPar's, and",
+        r"$1 / \sqrt{m}$ if none do. The decay is multiplied by the inverse, as for all rules. Whether it is better than",
+        "SmuPar has not been measured.",
         "",
         "## Depth",
         "",
-        "`m_depth` is the number of residual blocks over the base model's. A residual branch `F` is what a block adds to its",
-        f"input. Unless you name another depth rule, the rules have these ({defaults}).",
+        r"$m_\text{depth}$ is the number of residual blocks over the base model's. A residual branch $F$ is what a block adds",
+        f"to its input. Unless you name another depth rule, the rules have these ({defaults}).",
         "",
-        "| " + " | ".join(depth_header) + " |",
-        "|" + "---|" * len(depth_header),
-        *("| " + " | ".join(row) + " |" for row in depth_rows),
+        *_as_page(depth_table()),
     ]
     return "\n".join(lines) + "\n"

@@ -1,5 +1,6 @@
 """Table 1 entry by entry, against the printed table."""
 
+import re
 import subprocess
 import sys
 from fractions import Fraction
@@ -216,6 +217,17 @@ def test_table_words_are_the_printed_table():
         "attention logits": ["q.k / sqrt(d_head)", "q.k / d_head", "q.k / d_head"],
     }
     assert {len(row) for row in rows} == {len(header)}
+
+
+def test_formula_is_mathematics_that_katex_and_github_know():
+    assert rules.formula("s^2 / (m_in m_rho)") == r"$\sigma^2 / (m_\text{in} m_\rho)$"
+    assert rules.formula("lambda sqrt(m_depth)") == r"$\lambda \sqrt{m_\text{depth}}$"
+    assert rules.formula("alpha_out x W^T / m_in") == r"$\alpha_\text{out} x W^\top / m_\text{in}$"
+    assert rules.formula("q.k / d_head") == r"$q \cdot k / d_\text{head}$"
+    known = r"\\(sigma|eta|lambda|epsilon|alpha|kappa|rho|top|cdot|sqrt|frac|qquad)(?![A-Za-z])|\\text\{\w+\}"
+    formulas = re.findall(r"\$+([^$]+)\$+", rules.markdown())
+    assert len(formulas) > 100
+    assert [written for written in formulas if re.search(r"[A-Za-z]{2}|\\", re.sub(known, "", written))] == []
 
 
 def test_docs_page_equals_the_generated_one():
