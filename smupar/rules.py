@@ -17,12 +17,13 @@ base model's.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
-ROLES = ("embedding", "hidden", "unembedding", "vector", "fixed")
+ROLES = ("embedding", "hidden", "unembedding", "router", "vector", "fixed")
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ _MUON = {"hidden": ONE}
 SP = Rule(
     name="sp",
     title="SP",
-    init_var={"embedding": ONE, "hidden": ONE, "unembedding": ONE},
+    init_var={"embedding": ONE, "hidden": ONE, "unembedding": ONE, "router": ONE},
     lr={"adam": _FLAT, "sgd": _FLAT, "muon": _MUON},
     forward={"embedding": ONE, "unembedding": ONE},
     has_alphas=False,
@@ -110,13 +111,16 @@ SP = Rule(
 MUP = Rule(
     name="mup",
     title="muP",
-    init_var={"embedding": ONE, "hidden": over(m_in=1), "unembedding": ONE},
+    # A router is an output weight inside the network: it writes a fixed number of logits. Raw routers belong to no layer that
+    # a hook could scale, so the unembedding's forward factor 1 / m_in is moved into the router's init and learning rates.
+    init_var={"embedding": ONE, "hidden": over(m_in=1), "unembedding": ONE, "router": over(m_in=2)},
     lr={
-        "adam": {**_FLAT, "hidden": over(m_in=1)},
+        "adam": {**_FLAT, "hidden": over(m_in=1), "router": over(m_in=1)},
         "sgd": {
             "embedding": Power(m_out=1),
             "hidden": Power(m_out=1, m_in=-1),
             "unembedding": Power(m_in=1),
+            "router": over(m_in=1),
             "vector": Power(m_out=1),
             "fixed": ONE,
         },
@@ -130,23 +134,21 @@ MUP = Rule(
         "embedding": Power(m_out=-1),
         "hidden": over(m_in=1),
         "unembedding": over(m_in=1),
+        "router": ONE,  # a change of its logits changes the loss as much at every width
         "vector": Power(m_out=-1),
         "fixed": ONE,
     },
 )
 
 
-def _corrected(power: Power) -> Power:
-    """SmuPar's change of muP: factors of hidden weights are also divided by m_rho."""
-    return replace(power, m_rho=-1)
+def _corrected(powers: dict[str, Power]) -> dict[str, Power]:
+    """SmuPar's change of muP: in factors of weights that may have a mask, m_in becomes m_in m_rho. A router has m_rho = 1
+    unless the user makes it sparse."""
+    return {**powers, **{role: replace(powers[role], m_rho=powers[role].m_in) for role in ("hidden", "router")}}
 
 
-_SMUPAR_INIT = {**MUP.init_var, "hidden": _corrected(MUP.init_var["hidden"])}
-_SMUPAR_LR = {
-    **MUP.lr,
-    "adam": {**MUP.lr["adam"], "hidden": _corrected(MUP.lr["adam"]["hidden"])},
-    "sgd": {**MUP.lr["sgd"], "hidden": _corrected(MUP.lr["sgd"]["hidden"])},
-}
+_SMUPAR_INIT = _corrected(MUP.init_var)
+_SMUPAR_LR = {**MUP.lr, "adam": _corrected(MUP.lr["adam"]), "sgd": _corrected(MUP.lr["sgd"])}
 
 SMUPAR = replace(MUP, name="smupar", title="SmuPar", init_var=_SMUPAR_INIT, lr=_SMUPAR_LR, depth="completep")
 SMUPAR_INIT_ONLY = replace(SMUPAR, name="smupar-init-only", title="muP + SmuPar init only", lr=MUP.lr)
@@ -175,7 +177,7 @@ def two_terms(m: float, per_neuron: float, kappa: float) -> float:
 
 
 # Which roles get weight decay, by the run's choice. "all" is our rule; the others are for comparison.
-DECAYED = {"all": ROLES, "matrices": ("embedding", "hidden", "unembedding"), "hidden": ("hidden",)}
+DECAYED = {"all": ROLES, "matrices": ("embedding", "hidden", "unembedding", "router"), "hidden": ("hidden",)}
 
 
 @dataclass(frozen=True)
@@ -252,6 +254,7 @@ def table() -> list[list[str]]:
 
     sgd_vector = "muP; not printed in the paper"
     tuned = "ours: LR times decay stays as tuned"
+    router = "ours: muP's output weight, without a forward factor"
     lines: list[tuple[str, Callable[[Rule], str], str]] = [
         ("embedding init variance", init("embedding"), "Table 1"),
         ("embedding LR (Adam family)", lr("adam", "embedding"), "Table 1"),
@@ -269,6 +272,10 @@ def table() -> list[list[str]]:
         ("unembedding LR (SGD family)", lr("sgd", "unembedding"), sgd_vector),
         ("unembedding decay (Adam family)", decay("adam", "unembedding"), tuned),
         ("unembedding forward", forward("unembedding", "alpha_out", "x W^T"), "Table 1"),
+        ("router init variance", init("router"), router),
+        ("router LR (Adam family)", lr("adam", "router"), router),
+        ("router LR (SGD family)", lr("sgd", "router"), router),
+        ("router decay (Adam family)", decay("adam", "router"), tuned),
         ("norms, biases LR (Adam family)", lr("adam", "vector"), "matches muP"),
         ("norms, biases LR (SGD family)", lr("sgd", "vector"), sgd_vector),
         ("norms, biases decay (Adam family)", decay("adam", "vector"), tuned),
@@ -318,46 +325,84 @@ def depth_table() -> list[list[str]]:
     return [header, *([what, *map(entry, DEPTH_RULES.values()), source] for what, entry, source in lines)]
 
 
+# How the page writes the letters of the tables. Other letters stay as they are.
+_LATEX = {
+    "s": r"\sigma",
+    "eta": r"\eta",
+    "lambda": r"\lambda",
+    "eps": r"\epsilon",
+    "alpha_in": r"\alpha_\text{in}",
+    "alpha_out": r"\alpha_\text{out}",
+    "m_in": r"m_\text{in}",
+    "m_out": r"m_\text{out}",
+    "m_rho": r"m_\rho",
+    "m_depth": r"m_\text{depth}",
+    "d_head": r"d_\text{head}",
+    "T": r"\top",
+}
+
+
+def formula(text: str) -> str:
+    """A cell of a table, such as ``eta / sqrt(m_depth)``, as mathematics that GitHub and the site render."""
+    roots = re.sub(r"sqrt\((\w+)\)", r"\\sqrt{\1}", text).replace(".", r" \cdot ")
+    return "$" + re.sub(r"[A-Za-z]\w*", lambda word: _LATEX.get(word[0], word[0]), roots) + "$"
+
+
+def _as_page(rows: list[list[str]]) -> list[str]:
+    """A table of rules in Markdown. The first column and the last are words, the others formulas."""
+    header, *body = rows
+    lines = []
+    for what, *cells, source in body:
+        source = re.sub(r"\bm_\w+", lambda name: formula(name[0]), source)
+        lines.append("| " + " | ".join([what, *map(formula, cells), source]) + " |")
+    return ["| " + " | ".join(header) + " |", "|" + "---|" * len(header), *lines]
+
+
 def markdown() -> str:
     """The page docs/rules.md, generated so that it cannot drift from the code."""
-    header, *rows = table()
-    depth_header, *depth_rows = depth_table()
     defaults = ", ".join(f"{rule.title}: {DEPTH_RULES[rule.depth].title}" for rule in (SP, MUP, SMUPAR))
     lines = [
         "# The rules",
         "",
         "Generated from `smupar/rules.py` by `smupar rules --markdown`; a test keeps both equal.",
         "",
-        "`s` is the base init std, `eta` the base learning rate, `lambda` the base weight decay, `m_in` and `m_out` the width",
-        "multipliers of a tensor's own fan-in and fan-out (the paper's `m_d` where both are equal), `m_rho` its density over",
-        "the base density.",
-        "Init variances are those of the kept weights. Embeddings and vectors scale in one dimension, with multiplier `m_out`.",
-        "The unembedding scales in one too, with multiplier `m_in`. Norms, biases and tensors that do not scale keep the",
-        "model's own init.",
+        r"$\sigma$ is the base init std, $\eta$ the base learning rate, $\lambda$ the base weight decay. $m_\text{in}$ and",
+        r"$m_\text{out}$ are the width multipliers of a tensor's own fan-in and fan-out (the paper's $m_d$ where both are",
+        r"equal), and $m_\rho$ is its density over the base density. In a terminal `smupar rules` writes them as `s`, `eta`,",
+        "`lambda`, `m_in`, `m_out` and `m_rho`.",
         "",
-        "| " + " | ".join(header) + " |",
-        "|" + "---|" * len(header),
-        *("| " + " | ".join(row) + " |" for row in rows),
+        "Init variances are those of the kept weights. Embeddings and vectors scale in one dimension, with multiplier",
+        r"$m_\text{out}$. The unembedding scales in one too, with multiplier $m_\text{in}$. Norms, biases and tensors that do",
+        "not scale keep the model's own init.",
+        "",
+        "A router writes a fixed number of logits, whose softmax, sigmoid or largest entries weight or choose the outputs of",
+        "other layers, as in mixtures of experts. It is an output weight inside the network (arXiv 2508.09752). As a hidden",
+        r"weight its init variance would be $1 / m_\text{in}$. Then gradients that pass through it would outgrow all others",
+        r"like $\sqrt{m_\text{in}}$, and so would the changes of its logits that these cause in its input. Its initial logits",
+        r"shrink like $1 / \sqrt{m_\text{in}}$, as the readout's do, and each update moves them equally far at every width. A",
+        r"router stays dense, so that $m_\rho$ is 1, unless a density or a mask names it.",
+        "",
+        *_as_page(table()),
         "",
         "## Two terms",
         "",
         f"The rule `{SMUPAR_ALIGNED.name}` is ours. It is SmuPar, with another learning rate (Adam family) for hidden weights:",
         "",
-        "`eta / m sqrt((N0 + kappa) / (N0 + kappa / m))`, where `m = m_in m_rho`",
+        "$$",
+        r"\frac{\eta}{m} \sqrt{\frac{N_0 + \kappa}{N_0 + \kappa / m}} \qquad\text{where}\qquad m = m_\text{in} m_\rho",
+        "$$",
         "",
-        "and `N0` is the number of kept weights per neuron of that layer in the base model. `kappa`, as measured there",
+        r"and $N_0$ is the number of kept weights per neuron of that layer in the base model. $\kappa$, as measured there",
         "by `smupar.observe` (`observation.kappa()`), says how many weights of a neuron must agree before that counts as",
-        "much as the part of an update in which they do not. The factor is `1/m` while all agree, which is SmuPar's, and",
-        "`1/sqrt(m)` if none do. The decay is multiplied by the inverse, as for all rules. Whether it is better than SmuPar",
-        "has not been measured.",
+        "much as the part of an update in which they do not. The factor is $1 / m$ while all agree, which is SmuPar's, and",
+        r"$1 / \sqrt{m}$ if none do. The decay is multiplied by the inverse, as for all rules. Whether it is better than",
+        "SmuPar has not been measured.",
         "",
         "## Depth",
         "",
-        "`m_depth` is the number of residual blocks over the base model's. A residual branch `F` is what a block adds to its",
-        f"input. Unless you name another depth rule, the rules have these ({defaults}).",
+        r"$m_\text{depth}$ is the number of residual blocks over the base model's. A residual branch $F$ is what a block adds",
+        f"to its input. Unless you name another depth rule, the rules have these ({defaults}).",
         "",
-        "| " + " | ".join(depth_header) + " |",
-        "|" + "---|" * len(depth_header),
-        *("| " + " | ".join(row) + " |" for row in depth_rows),
+        *_as_page(depth_table()),
     ]
     return "\n".join(lines) + "\n"

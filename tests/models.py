@@ -75,3 +75,32 @@ class TokenNet(nn.Module):
         x = self.embedding(tokens)
         x = x + F.gelu(self.mix(self.norm(x)))
         return self.head(x + self.down(F.gelu(self.up(x))))
+
+
+class Mixture(nn.Module):
+    """A softmax mixture of experts."""
+
+    def __init__(self, width, make_router, num_experts):
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(width), make_router(width)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(num_experts)
+        )
+
+    def forward(self, x):
+        x_normed = self.norm(x)
+        shares = self.gate(x_normed).softmax(-1)
+        return x + sum(shares[..., place, None] * expert(x_normed) for place, expert in enumerate(self.experts))
+
+
+def mixture_of(make_router, num_experts):
+    """width -> a network of two mixtures of experts, from 8 features to 5 logits."""
+
+    def make(width):
+        mixtures = [Mixture(width, make_router, num_experts) for _ in range(2)]
+        return nn.Sequential(nn.Linear(8, width), *mixtures, nn.LayerNorm(width), nn.Linear(width, 5))
+
+    return make
+
+
+mixture = mixture_of(lambda width: nn.Linear(width, 4, bias=False), 4)

@@ -1,5 +1,6 @@
 """Table 1 entry by entry, against the printed table."""
 
+import re
 import subprocess
 import sys
 from fractions import Fraction
@@ -69,7 +70,7 @@ def test_init_variance_matches_table_1(name):
     assert init_var["hidden"].of(*MULTIPLIERS) == HIDDEN_INIT_VAR[name]
     assert init_var["unembedding"].of(*MULTIPLIERS) == 1
     # Norms and biases keep the model's own init: an entry here would overwrite it.
-    assert set(init_var) == {"embedding", "hidden", "unembedding"}
+    assert set(init_var) == {"embedding", "hidden", "unembedding", "router"}
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -82,6 +83,26 @@ def test_lr_adam_matches_table_1(name):
         "vector": 1,
         "fixed": 1,
     }
+
+
+# As an unembedding whose forward factor 1 / m is moved into the weight: std and Adam's rate are divided by m, and the rate of
+# SGD, m for the unembedding, by m^2. m is 17/4, or 17/4 * 1/16 where the density correction enters a mask of the user's own.
+@pytest.mark.parametrize(
+    ("name", "init_var", "lr"),
+    [
+        ("sp", 1, 1),
+        ("mup", Fraction(16, 289), Fraction(4, 17)),
+        ("smupar", Fraction(4096, 289), Fraction(64, 17)),
+        ("smupar-init-only", Fraction(4096, 289), Fraction(4, 17)),
+        ("smupar-lr-only", Fraction(16, 289), Fraction(64, 17)),
+    ],
+)
+def test_router_is_an_unembedding_without_a_forward_factor(name, init_var, lr):
+    rule = rules.get_rule(name)
+    assert rule.init_var["router"].of(*MULTIPLIERS) == init_var
+    assert rule.lr["adam"]["router"].of(*MULTIPLIERS) == rule.lr["sgd"]["router"].of(*MULTIPLIERS) == lr
+    assert rule.eps["router"].of(*MULTIPLIERS) == 1
+    assert "router" not in rule.forward
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -196,6 +217,17 @@ def test_table_words_are_the_printed_table():
         "attention logits": ["q.k / sqrt(d_head)", "q.k / d_head", "q.k / d_head"],
     }
     assert {len(row) for row in rows} == {len(header)}
+
+
+def test_formula_is_mathematics_that_katex_and_github_know():
+    assert rules.formula("s^2 / (m_in m_rho)") == r"$\sigma^2 / (m_\text{in} m_\rho)$"
+    assert rules.formula("lambda sqrt(m_depth)") == r"$\lambda \sqrt{m_\text{depth}}$"
+    assert rules.formula("alpha_out x W^T / m_in") == r"$\alpha_\text{out} x W^\top / m_\text{in}$"
+    assert rules.formula("q.k / d_head") == r"$q \cdot k / d_\text{head}$"
+    known = r"\\(sigma|eta|lambda|epsilon|alpha|kappa|rho|top|cdot|sqrt|frac|qquad)(?![A-Za-z])|\\text\{\w+\}"
+    formulas = re.findall(r"\$+([^$]+)\$+", rules.markdown())
+    assert len(formulas) > 100
+    assert [written for written in formulas if re.search(r"[A-Za-z]{2}|\\", re.sub(known, "", written))] == []
 
 
 def test_docs_page_equals_the_generated_one():

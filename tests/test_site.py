@@ -58,6 +58,10 @@ def test_site_works_from_a_disk_without_a_network(site):
         page.locator("input.md-search__input").click()
         page.locator("input.md-search__input").press_sequentially("FSDP2")
         page.wait_for_selector(".md-search-result__item a")
+        page.goto((site / "rules.html").as_uri())
+        table_1 = page.locator("table").first
+        assert table_1.locator("tbody td .katex-html").count() > 100
+        assert page.locator(".arithmatex .katex-html").count() == page.locator(".arithmatex").count()
         page.goto((site / "architecture.html").as_uri())
         page.wait_for_function(
             "() => !document.querySelector('pre.mermaid') && document.querySelectorAll('div.mermaid').length > 2"

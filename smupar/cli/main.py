@@ -67,7 +67,7 @@ _OF_THE_MACHINE = ("SafetensorError", "OutOfMemoryError", "MemoryError")  # libr
 
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
-    # Idle threads must not spin for long: with another job on the same cores, a step took up to 30 times as long.
+    # Idle threads must not spin for long: with another job on the same cores, a step took up to 20 times as long.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch is loaded
     warnings.showwarning = lambda message, *_, **__: _note(message, sys.stderr)
     make_streams_safe()

@@ -203,7 +203,7 @@ def _group_name(rows: list[PlanRow], group: Mapping[str, Any], weight_decay: flo
     parts = ["+".join(dict.fromkeys(row.role for row in rows))]
     if group["lr_factor"] != 1:
         parts.append(f"LR x {group['lr_factor']:.6g}")
-    widths = {row.width_in if row.role in ("hidden", "unembedding") else row.width_out for row in rows}
+    widths = {row.width_in if row.role in ("hidden", "unembedding", "router") else row.width_out for row in rows}
     if len(widths) == 1 and widths != {1}:
         parts.append(f"width {float(widths.pop()):g}")
     densities = {row.density for row in rows}

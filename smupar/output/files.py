@@ -14,7 +14,7 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
 _MARK = ".unfinished-by-smupar"  # a file in every folder that whole_folder has not finished
@@ -22,13 +22,13 @@ _MARK = ".unfinished-by-smupar"  # a file in every folder that whole_folder has 
 
 def sentence_of(error: OSError) -> str:
     """An error of the operating system in one line for users: the path, the problem and the remedy."""
-    if error.strerror is None or (error.filename is None and error.errno not in FULL):
+    if error.strerror is None or (error.filename is None and error.errno not in NO_ROOM):
         return str(error)  # a message of our own
     return f"{error.filename or 'writing failed'}: {error.strerror}. {remedy_of(error)}"
 
 
 def remedy_of(error: OSError) -> str:
-    if error.errno in FULL:
+    if error.errno in NO_ROOM:
         return "Make room there (delete files, or have the quota raised) or name another path, then run the same command again"
     if error.errno in _NOT_ALLOWED:
         return "Name a path that this user may read and write, or change its permissions"
@@ -72,29 +72,39 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     # A folder's name, as part of a text, may hold bytes that are not UTF-8.
     data = content if isinstance(content, bytes) else content.encode(errors="backslashreplace")
     path = resolved(path) if path.is_symlink() else path
-    if path.exists() and not path.is_file():  # a folder raises here; a device or pipe is written to, not replaced
-        with writing(path):
-            handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # opening a pipe must not wait for a reader
-            os.set_blocking(handle, True)
-            with os.fdopen(handle, "wb") as file:
-                file.write(data)
-        return
+    is_special = path.exists() and not path.is_file()
+    with writing(path):
+        if is_special:
+            _write_into(path, data)
+        else:
+            _replace(path, data)
+
+
+def _write_into(path: Path, data: bytes) -> None:
+    """Writes to a device or a pipe, which must not be replaced. Raises for a folder."""
+    handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # opening a pipe must not wait for a reader
+    os.set_blocking(handle, True)
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Writes a file beside the path, and gives it the path's name when it is on disk."""
+    _remove_left_over(path)
     # Several ranks may write the same file at the same time: the process id gives each its own temporary file.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with writing(path):
-        _remove_left_over(path)
-        try:
-            temporary.unlink(missing_ok=True)
-            with temporary.open("xb") as file:  # never through a link that somebody else has put there
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                temporary.unlink()
-            raise
-        sync_folder(path.parent)
+    try:
+        temporary.unlink(missing_ok=True)
+        with temporary.open("xb") as file:  # never through a link that somebody else has put there
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+    sync_folder(path.parent)
 
 
 def _remove_left_over(path: Path) -> None:
@@ -175,7 +185,7 @@ def refuse_existing(path: Path) -> None:
 
 
 def refuse_other_files(folder: Path, what: str, is_ours: Callable[[str], bool] = lambda name: False) -> None:
-    """Raises if a folder that lacks ``what`` holds files with names that we do not use."""
+    """Raises if the folder holds files that are not ours, by default any file. ``what`` is only for the message."""
     if not all(is_ours(path.name) for path in folder.iterdir()):
         raise ValueError(f"{folder} holds other files and no {what}: choose another --out")
 

@@ -1,4 +1,4 @@
-"""Figure 6: loss over the learning rate at each sparsity, under SP, muP and SmuPar."""
+"""Figure 6: loss over the learning rate at each density, under SP, muP and SmuPar."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ def _better(rows: Rows) -> Claim:
 
 
 FIGURE = Figure(
-    title="Learning-rate transfer over sparsity",
-    shows="SmuPar's best learning rate is the dense model's at every sparsity; SP's and muP's move.",
+    title="Learning-rate transfer over density",
+    shows="SmuPar's best learning rate is the dense model's at every density; SP's and muP's move.",
     finding=2,
     runs=lambda scale: sweep_rules(scale, "sweep"),
     swept=("sweep", "lr"),

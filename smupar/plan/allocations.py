@@ -80,6 +80,11 @@ def allocate(density: float | Mapping[str, float] | Allocation, shapes: Mapping[
         return density.densities(shapes)
     if isinstance(density, Mapping):
         exact = {glob: as_density(value, f"density[{glob!r}]") for glob, value in density.items()}
-        named = match_globs(exact, shapes, what="density", among="hidden weights (only those are made sparse)")
+        named = match_globs(
+            exact,
+            shapes,
+            what="density",
+            among="hidden weights (only those, and routers that a glob names alone, are made sparse)",
+        )
         return {name: named.get(name, Fraction(1)) for name in shapes}
     return uniform(density).densities(shapes)

@@ -23,6 +23,8 @@ class Flow:
     is_data: bool = False  # whether it depends on the example or is a product, and not just on weights and constants
     is_inside: bool = False  # whether it comes through a weight that scales
     writers: frozenset[str] = frozenset()  # the weights that scale and wrote it directly, with no other such weight in between
+    logits: frozenset[str] = frozenset()  # those of the writers whose outputs were not multiplied with other activations
+    choices: frozenset[str] = frozenset()  # weights whose softmax, sigmoid or largest entries it was computed from
     joins: frozenset[int] = frozenset()
     scores: frozenset[int] = frozenset()  # dot products that it was computed from, element by element
     shares: frozenset[int] = frozenset()  # dot products whose softmax it is
@@ -39,6 +41,8 @@ class Flow:
             self.is_data or other.is_data,
             self.is_inside or other.is_inside,
             self.writers | other.writers,
+            self.logits | other.logits,
+            self.choices | other.choices,
             self.joins | other.joins,
             self.scores | other.scores,
             self.shares | other.shares,
@@ -46,6 +50,11 @@ class Flow:
             is_normed=all(each.is_normed for each in (self, other) if each.writers),
             numbers=self.numbers | other.numbers,
         )
+
+    @property
+    def is_choice(self) -> bool:
+        """Whether it is computed from nothing but the softmax, sigmoid or largest entries of what weights wrote."""
+        return bool(self.choices) and self.writers <= self.choices
 
 
 CONSTANT = Flow()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from smupar.plan.layers import IMAGES
-from smupar.plan.parameters import ParameterView
+from smupar.plan.parameters import ParameterView, parent_path
 
 RoleSetting = str | tuple[str, int | tuple[int, ...]]
 
@@ -64,7 +64,7 @@ class Neighbours:
     def is_bottleneck(self, tensor: ParameterView) -> bool:
         """Whether the fixed size that a weight reads or writes may be a bottleneck inside the network: one layer narrows to
         this size and another widens from it. In a model without tables both may also be ends, as in an autoencoder."""
-        inner = [other for other in self.linear if self.asked.get(other.name) not in ("embedding", "unembedding")]
+        inner = [other for other in self.linear if self.asked.get(other.name) not in ("embedding", "unembedding", "router")]
         narrow = [other for other in inner if other.reads_scaling and not other.writes_scaling and not other.is_output]
         wide = [other for other in inner if other.writes_scaling and not other.reads_scaling]
         if not self.has_input and len(narrow) == 1 and self.readouts == narrow:
@@ -99,6 +99,23 @@ class Neighbours:
         ]
         writers = [other for other in self.linear if other.written_size == size and not other.is_output]
         return bool(heads) and all(other.reads_scaling for other in writers)
+
+    def is_beside_experts(self, tensor: ParameterView) -> bool:
+        """Whether the module of this matrix stands beside as many experts as its fixed dimension counts: a list of layers, or
+        tensors of three dimensions whose first one counts the experts."""
+        inside = f"{parent_path(tensor.path)}." if "." in tensor.path else ""
+        own, sizes = f"{tensor.path}.", {size for dim, size in enumerate(tensor.shape) if dim not in tensor.scaling}
+        others = [
+            other for other in self.tensors if other.name.startswith(inside) and not other.name.startswith(own) and other.path
+        ]
+        stacks = {other.shape[0] for other in others if len(other.shape) > 2 and other.layout in ("raw", "seen")}
+        lists: dict[str, set[str]] = {}
+        for other in others:
+            parts = other.name.removeprefix(inside).split(".")
+            for place, part in enumerate(parts[:3]):
+                if part.isdigit():
+                    lists.setdefault(".".join(parts[:place]), set()).add(part)
+        return bool(sizes & (stacks | {len(numbers) for numbers in lists.values()} - {1}))
 
     def partly_scaling(self) -> tuple[set[str], set[str]]:
         """Names of the weights that read, and of those that write, a size that grows like no other layer's. Such a size may be
@@ -226,7 +243,7 @@ def _matrix_scaling(tensor: ParameterView, setting: RoleSetting | None, sizes: S
         dims = outs if tensor.layer.is_lookup else ins
     else:
         role = setting if isinstance(setting, str) else setting[0]
-        dims = {"hidden": (*ins, *outs), "embedding": outs, "unembedding": ins}.get(role, ())
+        dims = {"hidden": (*ins, *outs), "embedding": outs, "unembedding": ins, "router": ins}.get(role, ())
     return tuple(sorted(dims))
 
 

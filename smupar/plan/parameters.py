@@ -31,6 +31,7 @@ class Seen:
     makes_output: bool = False  # whether its output reaches the model's output with no other scaling weight in between
     makes_normed_output: bool = False  # the same, with a division by its own size on the way
     is_inside: bool = False  # whether its output reaches another scaling weight
+    routes: bool = False  # whether its softmax, sigmoid or largest entries weight or choose other layers' outputs
     why: str = ""  # why it is unclear
 
 

@@ -148,6 +148,13 @@ ROLE_TABLE = (
         "it is inside the network",
     ),
     Case(
+        "has a scaling input and a fixed output, whose softmax, sigmoid or largest entries weight or choose other layers' "
+        "outputs in the example",
+        lambda t, n: t.reads_scaling and _seen(t).routes,
+        "router",
+        "it writes a fixed number of logits inside the network",
+    ),
+    Case(
         "has a scaling input and a fixed output, from which the example makes both the model's output and what layers read",
         lambda t, n: t.reads_scaling and _seen(t).makes_output and _seen(t).is_inside,
         ASK,
@@ -207,6 +214,13 @@ ROLE_TABLE = (
         ASK,
         "has a scaling input and a fixed output",
         "unembedding",
+    ),
+    Case(
+        "has a scaling input and a fixed output, and stands beside as many experts as it has outputs",
+        lambda t, n: t.reads_scaling and n.is_beside_experts(t),
+        ASK,
+        "has a scaling input and a fixed output, one for each expert beside it",
+        "router",
     ),
     Case(
         "has a scaling input and a fixed output, which the layer that makes the logits reads",
@@ -319,7 +333,15 @@ ROLE_TABLE = (
         "embedding",
     ),
     Case(
-        "is the `weight` of an unknown module, has one dimension that scales, and the model has a readout: it may be a router",
+        "is the `weight` of an unknown module, has one dimension that scales, and stands beside as many experts as its other "
+        "dimension counts",
+        lambda t, n: _is_unknown_weight(t) and n.is_beside_experts(t),
+        ASK,
+        "belongs to a {owner}, which may use the scaling dimension as input or as output",
+        "router",
+    ),
+    Case(
+        "is the `weight` of an unknown module, has one dimension that scales, and the model has a readout",
         lambda t, n: _is_unknown_weight(t) and bool(n.readouts),
         ASK,
         "belongs to a {owner}, which may use the scaling dimension as input or as output",

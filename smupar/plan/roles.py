@@ -156,9 +156,10 @@ def _question(neighbours: Neighbours, questions: list[tuple[ParameterView, Case]
     return (
         "the role of these parameters cannot be inferred:\n"
         + "\n".join(lines)
-        + "\nSay what they are (embedding, hidden, unembedding, vector, fixed); if these guesses are right, pass:\n"
+        + "\nSay what they are (embedding, hidden, unembedding, router, vector, fixed); if these guesses are right, pass:\n"
         + f"  roles={suggested!r}\n"
-        + "Hidden weights are scaled and made sparse; the unembedding makes the model's outputs."
+        + "Hidden weights are scaled and made sparse; the unembedding makes the model's outputs; a "
+        "router weights or chooses other layers' outputs, and stays dense."
         + (equal if neighbours.equal_widths else example if not evidence.is_given else failed)
     )
 
@@ -193,8 +194,8 @@ def _as_decided(tensor: ParameterView, case: Case, neighbours: Neighbours) -> Pa
     if case.role == "embedding" and tensor.layout == "raw":
         tensor = _read_or_written(tensor, "embedding")
     # A frozen table has its values on purpose (sines, pretrained vectors), while a frozen matrix inside may be trained later.
-    if tensor.frozen and case.role in ("embedding", "hidden", "unembedding"):
-        return _param_role(tensor, case.role, FROZEN_HIDDEN if case.role == "hidden" else FROZEN)
+    if tensor.frozen and case.role in ("embedding", "hidden", "unembedding", "router"):
+        return _param_role(tensor, case.role, FROZEN_HIDDEN if case.role in ("hidden", "router") else FROZEN)
     return _param_role(tensor, case.role, GUESSED if case.role == "hidden" and neighbours.is_guess(tensor) else None)
 
 
@@ -210,7 +211,7 @@ def _param_role(tensor: ParameterView, role: str, note: Note | None = None) -> P
         shape=tensor.shape,
         in_dims=() if role in ("vector", "fixed") else tensor.in_dims,
         scaling=tensor.scaling,
-        width_in=tensor.ratio(tensor.in_dims if role in ("hidden", "unembedding") else ()),
+        width_in=tensor.ratio(tensor.in_dims if role in ("hidden", "unembedding", "router") else ()),
         width_out=tensor.ratio(written.get(role, ())),
         base_fan_in=base_fan_in,
         uses=_uses(tensor, role),

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from fractions import Fraction
 
 import torch
@@ -17,6 +18,8 @@ from smupar.plan.parameters import parent_path
 from smupar.plan.patterns import Pattern, num_live_neurons
 from smupar.plan.roles import ParamRole
 from smupar.plan.settings import refuse
+
+MASKED = ("hidden", "router")  # roles of weights that may have a mask
 
 DensitySetting = float | Mapping[str, float] | Allocation
 
@@ -56,7 +59,7 @@ class Sparsity:
         writes = any(dim not in role.in_dims for dim in role.scaling)
         width_in = role.width_in * (self.live if reads else 1)
         width_out = role.width_out * (self.live if writes else 1)
-        density_mult = self._inner_density(role) / self._base_density(role) if role.role == "hidden" else Fraction(1)
+        density_mult = self._inner_density(role) / self._base_density(role) if role.role in MASKED else Fraction(1)
         return width_in, width_out, density_mult
 
     def weights_per_neuron(self, role: ParamRole) -> float:
@@ -69,7 +72,7 @@ class Sparsity:
 
     def _base_density(self, role: ParamRole) -> Fraction:
         """The base density, rounded to a whole number of this tensor's weights, so that rho = rho_base gives exactly muP."""
-        base = self.base_densities[role.name]
+        base = self.base_densities.get(role.name, Fraction(1))  # routers are dense in the base
         if base == 1 or not self.pattern.takes_any_density:  # N:M patterns have no mask at other densities to round to
             return base
         pattern = Pattern() if role.name in self.given else self.pattern
@@ -88,7 +91,8 @@ def make_sparse(
     base: Allocation,
     masks: Mapping[str, Tensor],
 ) -> Sparsity:
-    """Decides the density of every weight. Hidden weights get ``density``; in the base they had ``base``."""
+    """Decides the density of every weight. Hidden weights get ``density``; in the base they had ``base``. Routers stay dense,
+    unless a mask or a glob of ``density`` names them; a glob names routers if it matches no hidden weight."""
     hidden = {role.name: role for role in roles if role.role == "hidden"}
     base_densities = base.densities({name: role.shape for name, role in hidden.items()})
     given = _given_masks(model, roles, masks)
@@ -103,9 +107,12 @@ def make_sparse(
         not hidden and density != 1,
         "no hidden weight could be made sparse: every matrix of this model reads or writes a fixed size",
     )
-    open_shapes = {name: role.shape for name, role in hidden.items() if name not in given}
+    settings = density if isinstance(density, Mapping) else {}
+    globs = [glob for glob in settings if not any(fnmatchcase(name, glob) for name in hidden)]
+    named = {role.name: role for role in roles if role.role == "router" and any(fnmatchcase(role.name, glob) for glob in globs)}
+    open_shapes = {name: role.shape for name, role in (hidden | named).items() if name not in given}
     nominal = {name: share for name, share in allocate(density, open_shapes).items() if share < 1}
-    densities = {name: _realised(pattern, hidden[name], share) for name, share in nominal.items()}
+    densities = {name: _realised(pattern, (hidden | named)[name], share) for name, share in nominal.items()}
     densities |= {name: Fraction(int(torch.count_nonzero(mask)), mask.numel()) for name, mask in given.items()}
     return Sparsity(pattern, given, densities, base_densities)
 
@@ -137,8 +144,8 @@ def _given_masks(model: nn.Module, all_roles: list[ParamRole], masks: Mapping[st
         )
         refuse(not mask.any(), f"masks: {key!r} keeps no weight at all")
         refuse(
-            roles[name].role != "hidden",
-            f"masks: {name!r} is {roles[name].role}, but only hidden weights are made sparse (Table 1); "
+            roles[name].role not in MASKED,
+            f"masks: {name!r} is {roles[name].role}, but only hidden weights and routers may be sparse; "
             f"if it is a hidden weight, pass roles={{{name!r}: 'hidden'}}",
         )
         given[name] = mask.bool()

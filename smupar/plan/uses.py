@@ -30,6 +30,7 @@ class Use:
     makes_output: bool = False  # its output reaches the model's output with no other scaling weight in between
     makes_normed_output: bool = False  # the same, with a division by its own size on the way
     is_inside: bool = False  # its output reaches another scaling weight
+    routes: bool = False  # its softmax, sigmoid or largest entries weight or choose what other weights wrote
     reads_constant: bool = False  # a product reads something that depends neither on the example nor on another weight
 
     @property

@@ -62,6 +62,7 @@ _NORMS = ("linalg_vector_norm", "norm")
 _NORM_LAYERS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 _KEEP_LENGTH = ("clone", "_to_copy", "clamp", "clamp_min", "add", "sqrt", "rsqrt", "reciprocal", "pow")
 _SOFTMAX = ("_softmax", "_safe_softmax")
+_CHOICES = (*_SOFTMAX, "sigmoid", "hardsigmoid", "topk", "sort", "argmax")
 # multiplication by a factor, and copies
 _KEEP_ENDS = ("mul", "div", "clone", "_to_copy", "native_dropout", "index", "index_select")
 
@@ -221,14 +222,16 @@ class _Watcher(TorchDispatchMode):
             return replace(read | CONSTANT, is_data=True, scores=frozenset(), shares=frozenset())
         for name in read.writers:
             self.usage.uses[name].is_inside = True
-        return Flow(is_data=True, is_inside=True, writers=frozenset(names), past=read.past)
+        writers = frozenset(names)
+        return Flow(is_data=True, is_inside=True, writers=writers, logits=writers, past=read.past)
 
     def _dot(self, first: tuple[Tensor, Dims], second: tuple[Tensor, Dims]) -> Flow:
         """Records a sum over the product of two activations."""
         flows = [self._of(tensor).flow for tensor, _ in (first, second)]
         for number in flows[0].shares | flows[1].shares:
             self.usage.attention[number] = self.usage.events[number].path
-        flow = replace(flows[0] | flows[1], is_data=True, shares=frozenset())
+        self._route(*flows)
+        flow = replace(flows[0] | flows[1], is_data=True, shares=frozenset(), logits=frozenset())
         if all(each.is_data for each in flows):
             tensor, dims = first
             kind = "mix" if flows[0].shares or flows[1].shares else "dot"
@@ -237,6 +240,13 @@ class _Watcher(TorchDispatchMode):
                 self.usage.numbers[number].dots.add(dot)
             flow = replace(flow, scores=frozenset({dot}), numbers=frozenset())
         return flow
+
+    def _route(self, first: Flow, second: Flow) -> None:
+        """Records which weights weight or choose the outputs of others, where one of two flows is a choice."""
+        for choice, other in ((first, second), (second, first)):
+            if choice.is_choice and not other.is_choice and other.is_data:
+                for name in choice.writers:
+                    self.usage.uses[name].routes = True
 
     def _convolution(self, args: Any) -> Flow:
         x, weight, transposed = args[0], args[1], args[6]
@@ -256,6 +266,8 @@ class _Watcher(TorchDispatchMode):
         indices = inputs[1:]
         labels = self._labels(args[0])
         if not any(labels) or self._of(args[0]).flow.is_data:
+            for index in indices:
+                self._route(self._of(args[0]).flow, self._of(index).flow)
             return reduce(Flow.__or__, (self._of(tensor).flow for tensor in inputs)), ()
         picked, rest = self._picked(name, args, labels, indices)
         rest = rest if len(rest) == output.ndim else ()
@@ -274,6 +286,7 @@ class _Watcher(TorchDispatchMode):
         if names:
             for owner in read.writers:  # the weights that wrote the indices, such as a router's
                 self.usage.uses[owner].is_inside = True
+                self.usage.uses[owner].routes |= read.is_choice
             read = Flow(is_inside=True, writers=names, past=read.past)
         return replace(read, is_data=True), () if is_layer else rest
 
@@ -292,14 +305,14 @@ class _Watcher(TorchDispatchMode):
         flows = [self._of(tensor).flow for tensor in inputs]
         if name == "sum":
             return self._sum(args, inputs[0]), ()
-        flow = self._mixed(inputs)
+        data = [tensor for tensor, each in zip(inputs, flows, strict=True) if each.is_data]
+        flow = self._chosen(name, self._mixed(inputs), data)
         if name in _NORM_LAYERS or self._is_quotient_by_size(name, flows):
             flow = replace(flow, is_normed=True)
         if name == "cat":
             flow = replace(flow, joins=flow.joins | {self._join(args, inputs, output)})
         if name in _SOFTMAX:
             return replace(flow, shares=flow.scores, scores=frozenset()), ()
-        data = [tensor for tensor, each in zip(inputs, flows, strict=True) if each.is_data]
         if len(data) == 1 and name in ("mul", "div"):
             flow = self._times(flow, args[:2], data[0])
         if len(data) == 1 and name in _KEEP_ENDS:
@@ -310,6 +323,16 @@ class _Watcher(TorchDispatchMode):
             labels = aligned([self._labels(tensor) for tensor in inputs if tensor is not data[0]], output.ndim)
             return replace(flow, mark="weighted" if any(labels) else flows[0].mark), labels
         return replace(flow, mark=self._mark(name, args, inputs, data)), ()
+
+    def _chosen(self, name: str, flow: Flow, data: list[Tensor]) -> Flow:
+        """Records what is weighted by a choice; returns the flow of the result with its logits and choices."""
+        if name in _CHOICES:
+            return replace(flow, choices=flow.choices | flow.logits)
+        if name not in ("mul", "div") or len(data) != 2:
+            return flow
+        if name == "mul" and data[0].shape != data[1].shape:  # equal shapes gate each entry, as in a GLU
+            self._route(*(self._of(tensor).flow for tensor in data))
+        return replace(flow, logits=frozenset())
 
     def _join(self, args: Any, inputs: list[Tensor], output: Tensor) -> int:
         """Records a concatenation; returns the number of the event."""

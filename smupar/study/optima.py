@@ -77,11 +77,16 @@ def farthest_move(curves: Sequence[Curve]) -> float:
     return max(moved(curves[0], other) for other in curves[1:])
 
 
+def is_lower_bound(curves: Sequence[Curve]) -> bool:
+    """Whether the optima may lie farther apart than the farthest move, since one of them lies on the edge of the grid."""
+    return math.isfinite(farthest_move(curves)) and any(curve.on_edge for curve in curves)
+
+
 def move_in_words(curves: Sequence[Curve]) -> str:
     """The farthest move, as text. If optima lie on the edge of the grid, the text says that the factor is unknown or a lower
     bound."""
     factor = farthest_move(curves)
-    if math.isinf(factor) or not any(curve.on_edge for curve in curves):
+    if not is_lower_bound(curves):
         return times(factor)
     unknown = all(curve.on_edge and curve.best_value == curves[0].best_value for curve in curves)
     return "?x (edge of the grid)" if unknown else f"{times(factor)} or further"

@@ -13,14 +13,14 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from smupar.lm.config.run import RunConfig
-from smupar.output.page.document import Answer
+from smupar.output.page.document import Answer, Tone
 from smupar.plan.settings import refuse
 from smupar.rules import get_rule
 from smupar.study.comparison import as_rule, sp_init_std
 from smupar.study.config import TransferConfig
 from smupar.study.curves import LOSS, Line, Panel, Point, line_of
 from smupar.study.definition import Findings, Stage, StudyDefinition, curve_of, seeds_of, with_more_seeds
-from smupar.study.optima import STABLE, Curve, farthest_move, move_in_words, moved, times
+from smupar.study.optima import STABLE, Curve, farthest_move, is_lower_bound, move_in_words, moved, times
 from smupar.study.space import unique, with_fields
 from smupar.study.store import Result, Study
 
@@ -38,8 +38,20 @@ class Verdict:
     targets: tuple[Curve, ...]
 
     @property
+    def curves(self) -> tuple[Curve, ...]:
+        return self.proxy, *self.targets
+
+    @property
     def moved_words(self) -> str:
-        return move_in_words((self.proxy, *self.targets))
+        return move_in_words(self.curves)
+
+    @property
+    def tone(self) -> Tone:
+        """Good if the optimum stayed, bad if it moved by more than ``STABLE``. A lower bound that is no larger than ``STABLE``
+        decides nothing."""
+        if farthest_move(self.curves) > STABLE:
+            return "bad"
+        return "unclear" if is_lower_bound(self.curves) else "good"
 
     @property
     def farthest(self) -> Curve:
@@ -132,7 +144,7 @@ def sentence(config: TransferConfig, verdicts: Sequence[Verdict]) -> str:
 def doubts_about(config: TransferConfig, verdicts: Sequence[Verdict]) -> list[str]:
     """Sentences on where no optimum was found, or where it may lie beyond the grid."""
     name = _NAMES[config.axis]
-    curves = [curve for verdict in verdicts for curve in (verdict.proxy, *verdict.targets)]
+    curves = [curve for verdict in verdicts for curve in verdict.curves]
     lost = _named(curve for curve in curves if curve.diverged)
     edges = _named(curve for curve in curves if curve.on_edge and not curve.diverged)
     doubts = [f"Every run diverged, so there is no best {name}: {lost}."] if lost else []
@@ -141,29 +153,28 @@ def doubts_about(config: TransferConfig, verdicts: Sequence[Verdict]) -> list[st
 
 
 def headline(verdicts: Sequence[Verdict], *, so_far: bool = False) -> str:
-    """How far each rule's optimum moved, in a few words. ``so_far`` is for an unfinished study."""
+    """How far each rule's optimum moved, in a few words, and how far is too far. ``so_far`` is for an unfinished study."""
+    has, stays, yet = ("has ", "stays", " so far") if so_far else ("", "stayed", "")
     moves = []
     for verdict in verdicts:
-        curves = (verdict.proxy, *verdict.targets)
-        factor, words = farthest_move(curves), move_in_words(curves)
+        title, factor, words = _title(verdict.rule), farthest_move(verdict.curves), verdict.moved_words
         if math.isinf(factor):
-            moves.append(f"{_title(verdict.rule)} has no optimum on some targets")
+            moves.append(f"{title} has no optimum on some targets")
         elif words.startswith("?"):
-            moves.append(f"{_title(verdict.rule)} is best on the edge of the grid")
-        elif factor > STABLE:
-            moves.append(f"{_title(verdict.rule)} {'has ' if so_far else ''}moved {words}{' so far' if so_far else ''}")
+            moves.append(f"{title} is best on the edge of the grid")
+        elif verdict.tone == "good":
+            moves.append(f"{title} {stays} within {times(max(factor, 1.05))}{yet}")
         else:
-            stays = "stays" if so_far else "stayed"
-            moves.append(f"{_title(verdict.rule)} {stays} within {times(max(factor, 1.05))}{' so far' if so_far else ''}")
-    return "; ".join(moves) + "." if moves else ""
+            edge = " (its best is at the edge of the grid)" if verdict.tone == "unclear" else ""
+            moves.append(f"{title} {has}moved {words}{yet}{edge}")
+    limit = f" Up to {times(STABLE)} counts as staying." if any(verdict.tone != "bad" for verdict in verdicts) else ""
+    return "; ".join(moves) + "." + limit if moves else ""
 
 
 def _answer(config: TransferConfig, verdict: Verdict) -> Answer:
     """The card of a rule: the farthest move, also in octaves, and what the proxy's optimum costs."""
-    curves = (verdict.proxy, *verdict.targets)
-    factor = farthest_move(curves)
     far = _farthest_moved(verdict)
-    octaves = 0.0 if math.isinf(factor) else math.log2(far.best / verdict.proxy.best)
+    octaves = 0.0 if far.diverged else math.log2(far.best / verdict.proxy.best)
     cost = verdict.farthest.excess(verdict.proxy.best_value)
     where = f"sparsity {far.sparsity:.4g}, width {far.width}{_deep(far)}"
     moved_to = (
@@ -171,11 +182,11 @@ def _answer(config: TransferConfig, verdict: Verdict) -> Answer:
     )
     return {
         "name": _title(verdict.rule),
-        "value": move_in_words(curves),
+        "value": verdict.moved_words,
         "text": f"{octaves:+.1f} octaves at {where}: best {_NAMES[config.axis]} {moved_to}. "
         f"The proxy's best costs {_percent(cost)} at sparsity {verdict.farthest.sparsity:.4g}, width {verdict.farthest.width}"
         f"{_deep(verdict.farthest)}.",
-        "tone": "good" if factor <= STABLE else "bad",
+        "tone": verdict.tone,
         "rule": _title(verdict.rule),
     }
 

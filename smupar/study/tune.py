@@ -115,8 +115,8 @@ class Tuned:
 
 
 def define_search(config: TuneConfig) -> StudyDefinition:
-    """Defines the search. study.json gets the settings that decide which samples are drawn, as one flat object. It gets neither
-    their number, so that a search can be extended, nor settings that only TPE uses if the method is random."""
+    """Defines the search. study.json gets the settings that decide which samples are drawn, as one flat object. Their number is
+    left out, so a search can be extended. Random search also leaves out TPE's settings."""
     unused = {"num_samples", *TUNED} | ({"round_size"} if config.method == "random" else set())
     values = asdict(config)
     run = values.pop("run")
@@ -169,8 +169,8 @@ def tune_panels(results: Sequence[Result]) -> list[Panel]:
 
 
 def propose(config: TuneConfig, losses: Mapping[str, float] | None = None) -> list[RunConfig]:
-    """The samples that are known, given the losses of finished runs by id (infinite for diverged ones). Random search knows all
-    of them, TPE those up to the first unfinished round. The same arguments give the same samples."""
+    """The samples to run: all for random search; for TPE, those up to the first unfinished round. ``losses`` are those of
+    finished runs by id, infinite for diverged ones. The same arguments give the same samples."""
     if config.method == "random":
         return [_random_sample(config, index) for index in range(config.num_samples)]
     return _tpe_samples(config, losses or {})
@@ -281,20 +281,30 @@ def _read_best(path: str | Path) -> dict[str, Any]:
         values.get("format") != FORMAT,
         f"{file} was not written by `smupar tune` of this version: it does not say {FORMAT}",
     )
-    for name in (*TUNED, "base_width", *(name for name in _SIZES if name in values)):
+    values.setdefault("source", {})
+    wrong = _wrong_field(values)
+    refuse(wrong is not None, f"{file} is damaged: {wrong}: {remedy}")
+    return values
+
+
+def _wrong_field(values: Mapping[str, Any]) -> str | None:
+    """What is wrong with the first field that a best.json cannot have; None if all are usable."""
+    sizes = [name for name in _SIZES if name in values]
+    for name in (*TUNED, "base_width", *sizes):
         value = values.get(name)
-        refuse(
-            isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max,
-            f"{file} is damaged: {name} must be a number above 0, got {_short(value)}: {remedy}",
-        )
-    for name in (name for name in _SIZES if name in values):
-        refuse(values[name] % 1 != 0, f"{file} is damaged: {name} must be a whole number: {remedy}")
-    source = values.setdefault("source", {})
-    refuse(not isinstance(source, dict), f"{file} is damaged: source must have fields, got {_short(source)}: {remedy}")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+            return f"{name} must be a number above 0, got {_short(value)}"
+    for name in sizes:
+        if values[name] % 1 != 0:
+            return f"{name} must be a whole number"
+    source = values["source"]
+    if not isinstance(source, dict):
+        return f"source must have fields, got {_short(source)}"
     for name in ("optimizer", "rule"):
         value = source.get(name, "")
-        refuse(not isinstance(value, str), f"{file} is damaged: {name} must be text, got {_short(value)}: {remedy}")
-    return values
+        if not isinstance(value, str):
+            return f"{name} must be text, got {_short(value)}"
+    return None
 
 
 def _short(value: object) -> str:

@@ -77,7 +77,7 @@ class Observation:
         return {quantity: names for quantity, names in never.items() if names}
 
     def kappa(self) -> float:
-        """The number of weights of a neuron that must agree before their common part of an update counts as much as the rest.
+        """The number of kept weights per neuron at which the common part of an update is as large as the rest.
 
         If the common part adds up like n and the rest like sqrt(n), where n is the number of kept weights per neuron, then the
         square of the alignment is (n + kappa) / (1 + kappa). The square is averaged over the steps of the run, and kappa is the

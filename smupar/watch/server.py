@@ -159,17 +159,30 @@ class _Handler(BaseHTTPRequestHandler):
         if address.path == "/":
             return page([], live=True).encode(), "text/html; charset=utf-8"
         entries = self.server.watched.entries()
+        if address.path == "/state.json":
+            return _json(_state(self.server.watched, entries))
         if address.path.startswith("/files/"):
             return _file(entries, address.path)
         answers = _ANSWERS.get(address.path)
         if answers is None:
             raise NotFoundError
         query = {name: values[0] for name, values in parse_qs(address.query).items()}
-        return json.dumps(answers(entries, query), allow_nan=False).encode(), "application/json"
+        return _json(answers(entries, query))
 
 
-def _state(entries: Mapping[str, Entry], query: Query) -> dict[str, Any]:
-    return {"documents": [_line(entry) for entry in entries.values()]}
+def _json(values: dict[str, Any]) -> tuple[bytes, str]:
+    return json.dumps(values, allow_nan=False).encode(), "application/json"
+
+
+def _state(watched: Watched, entries: Mapping[str, Entry]) -> dict[str, Any]:
+    return {
+        "documents": [_line(entry) for entry in entries.values()],
+        "waiting": [_waiting(folder) for folder in watched.missing],
+    }
+
+
+def _waiting(folder: Path) -> str:
+    return f"waiting for {folder} to appear"
 
 
 def _line(entry: Entry) -> dict[str, Any]:
@@ -212,7 +225,6 @@ def _run(entries: Mapping[str, Entry], query: Query) -> dict[str, Any]:
 
 
 _ANSWERS: dict[str, Callable[[Mapping[str, Entry], Query], dict[str, Any]]] = {
-    "/state.json": _state,
     "/document.json": _document,
     "/curves.json": _curves,
     "/run.json": _run,
@@ -244,6 +256,8 @@ def watch(folders: Sequence[str | Path], *, host: str, port: int | None, say: Ca
     refuse(port is not None and not 0 <= port < 2**16, f"--port must lie in 0 to 65535, got {port}")
     with serving(folders, host=host, port=port) as server:
         say(f"watching {', '.join(map(str, folders))} on {server.url}  (Ctrl-C ends it)")
+        for folder in server.watched.missing:
+            say(f"{_waiting(folder)} (Ctrl-C to stop)")
         threading.Thread(target=_read_ahead, args=(server.watched,), daemon=True).start()
         with contextlib.suppress(OSError, AttributeError):
             os.nice(5)  # training on this machine goes first; threads that already run keep their priority

@@ -145,27 +145,34 @@ class Entry:
 
 
 class Watched:
-    """All sources below some folders, with new ones as they appear."""
+    """All sources below some folders, with new ones as they appear. A folder may itself appear later: the study that makes it
+    may have been started at the same time."""
 
     def __init__(self, folders: Sequence[str | Path]) -> None:
         self.folders = [Path(folder) for folder in folders]
         for folder in self.folders:
             refuse(
-                not folder.is_dir(), f"{folder} is not a folder: name the folder of a study, a run, a check or a reproduction"
+                not _existing(folder).is_dir(),
+                f"{_existing(folder)} is not a folder: name the folder of a study, a run, a check or a reproduction",
             )
         self._entries: dict[str, Entry] = {}
         self._looked = -_LOOK_SECONDS
         self._lock = threading.Lock()
         for folder in self.folders:
             refuse(
-                not any(_found(folder)),
+                folder.exists() and not any(_found(folder)),
                 f"{folder} holds no study, run, check, reproduction or trace: name the folder of one, or a folder above it",
             )
 
+    @property
+    def missing(self) -> list[Path]:
+        """The folders that do not exist yet."""
+        return [folder for folder in self.folders if not folder.exists()]
+
     def entries(self) -> dict[str, Entry]:
-        """All entries by key."""
+        """All entries by key. While there are none, it searches every time."""
         with self._lock:
-            if time.monotonic() - self._looked >= _LOOK_SECONDS:
+            if not self._entries or time.monotonic() - self._looked >= _LOOK_SECONDS:
                 self._look()
                 self._looked = time.monotonic()
             return dict(self._entries)
@@ -173,11 +180,16 @@ class Watched:
     def _look(self) -> None:
         found: dict[str, Entry] = {}
         for folder in self.folders:
-            for source, place, name in _found(folder):
+            for source, place, name in _found(folder) if folder.exists() else ():
                 entry = Entry(source, place, name)
                 old = self._entries.get(entry.key)
                 found[entry.key] = old if old is not None and not _has_more_runs(old.source, source) else entry
         self._entries = found
+
+
+def _existing(folder: Path) -> Path:
+    """The folder, or the nearest path above it that exists."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
 def _has_more_runs(old: Source, new: Source) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from smupar.output.files import FULL, read_plain, sentence_of, whole_folder, write_atomic, writing
+from smupar.output.files import NO_ROOM, read_plain, sentence_of, whole_folder, write_atomic, writing
 
 ROOM = "Make room there (delete files, or have the quota raised) or name another path, then run the same command again"
 
@@ -20,7 +20,7 @@ def ended_process():
     return process.pid
 
 
-@pytest.mark.parametrize("number", [*FULL, errno.EACCES, errno.EROFS, errno.ENOTDIR])
+@pytest.mark.parametrize("number", [*NO_ROOM, errno.EACCES, errno.EROFS, errno.ENOTDIR])
 def test_error_of_the_system_names_path_and_remedy(number):
     with pytest.raises(OSError) as caught, writing(Path("runs/a")):
         raise OSError(number, os.strerror(number))

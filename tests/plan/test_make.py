@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import smupar
+from smupar.plan.make import DEFAULTS, Settings
 from tests.models import on_meta
 from tests.plan.nets import ALPHA_INPUT, ALPHA_OUTPUT, HIDDEN, MLP, SIGMA, Blocks, Conv, numbers, own_mask, plan_mlp
 
@@ -309,7 +310,7 @@ REFUSED = [
     ({"masks": {"fc1.weight": own_mask(5) * 0.5}}, "values other than 0 and 1"),
     ({"masks": {"fc1.weight": own_mask(0)}}, "keeps no weight at all"),
     ({"masks": {"fc1.weight": own_mask(5), "fc1.weight_mask": own_mask(6)}}, "'fc1.weight' is given twice"),
-    ({"masks": {"head.weight": torch.ones(5, 64, dtype=torch.bool)}}, "only hidden weights are made sparse"),
+    ({"masks": {"head.weight": torch.ones(5, 64, dtype=torch.bool)}}, "only hidden weights and routers may be sparse"),
     ({"init_std": {"fc*": 0.1}}, r"init_std does not cover embed.weight, head.weight; add a last line"),
     ({"init_std": {"fc1.bias": 0.1, "*": 0.1}}, r"init_std: 'fc1.bias' matches none of the weights that get an init"),
     *(({"init_std": std}, "init_std must") for std in (-0.1, NAN, INF, "xavier", True, None, {"*": -1}, {"*": "fan_out"})),
@@ -358,3 +359,11 @@ def test_kappa_is_asked_for_by_the_rule_that_has_one():
         plan_mlp(64, 16, kappa=3)
     with pytest.raises(ValueError, match="kappa must be a number, at least 0"):
         plan_mlp(64, 16, rule="smupar-aligned", kappa=-1)
+
+
+def test_every_setting_has_a_default_that_changes_nothing_when_given():
+    assert DEFAULTS.keys() == Settings.__annotations__.keys()
+    model, base = on_meta(MLP, 64), on_meta(MLP, 16)
+    plan = smupar.make_plan(model, base=base)
+    assert smupar.make_plan(model, base=base, **DEFAULTS) == plan
+    assert (plan.rule, plan.pattern, plan.base_density, plan.seed) == ("smupar", "random", 1, 0)

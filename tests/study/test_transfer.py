@@ -15,7 +15,7 @@ from smupar.study.picture import draw_png
 from smupar.study.report import write_report
 from smupar.study.space import parse_axes
 from smupar.study.store import Study
-from smupar.study.transfer import Verdict, analyse, panels, proposals, sentence
+from smupar.study.transfer import Verdict, analyse, headline, panels, proposals, sentence
 from tests.study.tiny import TINY, TINY_FLAGS, summary
 
 
@@ -37,6 +37,23 @@ def curve(optimum, sparsity=0.0, rule="sp", is_proxy=False, floor=3.0):
 )
 def test_moves_to_the_edge_of_the_grid_are_not_said_to_be_known(optima, words):
     assert move_in_words([curve(one) for one in optima]) == words
+
+
+@pytest.mark.parametrize(
+    ("optima", "told", "tone"),
+    [
+        ((-7, -6), "stayed within 2x. Up to 2x counts as staying.", "good"),
+        ((-7, -5.5), "moved 2.8x.", "bad"),
+        ((-5, -4), "moved 2x or further (its best is at the edge of the grid). Up to 2x counts as staying.", "unclear"),
+        ((-4, -4), "is best on the edge of the grid. Up to 2x counts as staying.", "unclear"),
+        ((-6, -4), "moved 4x or further.", "bad"),
+    ],
+)
+def test_lower_bound_of_a_move_is_no_pass(optima, told, tone):
+    proxy, target = (curve(optimum) for optimum in optima)  # the grid ends at 2^-4
+    verdict = Verdict("smupar", proxy, (target,))
+    assert headline([verdict]) == f"SmuPar {told}"
+    assert verdict.tone == tone
 
 
 def test_smooth_minimum_is_the_vertex_of_the_parabola():

@@ -31,7 +31,9 @@ def rows_of(document):
 def test_finished_transfer_study_says_how_far_optima_moved(tmp_path):
     make_study(tmp_path)
     document = StudyView(tmp_path).document()
-    assert document["headline"] == "SP moved 4x; SmuPar stayed within 1.4x."  # 2^-6 to 2^-8, and to 2^-5.5
+    assert (
+        document["headline"] == "SP moved 4x; SmuPar stayed within 1.4x. Up to 2x counts as staying."
+    )  # 2^-6 to 2^-8, and to 2^-5.5
     sp, smupar = document["answers"]
     assert (sp["value"], sp["tone"]) == ("4x", "bad")
     assert sp["text"].startswith("-2.0 octaves at sparsity 0.75, width 64: best learning rate 0.0156 on the dense proxy, ")

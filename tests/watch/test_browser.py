@@ -294,7 +294,7 @@ def test_page_works_from_a_disk(visit, served, tmp_path):
     folder = served[1]
     write_page(tmp_path / "report.html", StudyView(folder / "all").document())
     page = visit((tmp_path / "report.html").as_uri())
-    assert page.locator(".headline").inner_text() == "SP moved 4x; SmuPar stayed within 1.4x."
+    assert page.locator(".headline").inner_text() == "SP moved 4x; SmuPar stayed within 1.4x. Up to 2x counts as staying."
     assert page.locator("#charts .plot").count() == 2
     page.locator("tbody .open").first.click()
     page.get_by_role("dialog").locator(".plot .main-svg").first.wait_for()

@@ -9,7 +9,8 @@ import threading
 import pytest
 
 from smupar.updates.page import trace_document
-from smupar.watch.server import serving
+from smupar.watch.server import WatchServer, serving
+from smupar.watch.server import watch as serve
 from tests.watch.studies import RUN, end_run, make_study
 
 
@@ -63,7 +64,7 @@ def test_documents_are_listed_and_served(watch, tmp_path):
     assert status == 200
     assert page.startswith(b"<!doctype html>")
     document = client.json(f"/document.json?key={client.keys()['study']}")
-    assert document["headline"] == "SP moved 4x; SmuPar stayed within 1.4x."
+    assert document["headline"] == "SP moved 4x; SmuPar stayed within 1.4x. Up to 2x counts as staying."
     (listed,) = client.json("/state.json")["documents"]
     assert (listed["title"], listed["version"]) == ("Does the learning rate transfer?", document["version"])
 
@@ -184,11 +185,32 @@ def test_port_in_use_is_refused_or_passed_over(watch, tmp_path):
 
 
 def test_folder_that_holds_nothing_is_named(tmp_path):
-    with pytest.raises(ValueError, match=r"is not a folder: name the folder of a study"):
-        serving([tmp_path / "none"]).__enter__()
     (tmp_path / "notes.txt").write_text("")
+    for path in (tmp_path / "notes.txt", tmp_path / "notes.txt" / "study"):
+        with pytest.raises(ValueError, match=r"notes\.txt is not a folder: name the folder of a study"):
+            serving([path]).__enter__()
     with pytest.raises(ValueError, match="holds no study, run, check, reproduction or trace"):
         serving([tmp_path]).__enter__()
+
+
+def test_study_that_does_not_exist_yet_is_waited_for(watch, tmp_path):
+    study = tmp_path / "runs" / "demo"
+    client = watch(study)
+    assert client.json("/state.json") == {"documents": [], "waiting": [f"waiting for {study} to appear"]}
+    make_study(study)
+    state = client.json("/state.json")
+    assert [each["folder"] for each in state["documents"]] == [str(study)]
+    assert state["waiting"] == []
+
+
+def test_watching_says_once_that_it_waits(tmp_path, monkeypatch):
+    lines = []
+    monkeypatch.setattr(WatchServer, "serve_forever", lambda server: None)
+    monkeypatch.setattr(os, "nice", lambda step: step)  # the tests keep their priority
+    make_study(tmp_path / "there")
+    serve([tmp_path / "there", tmp_path / "demo"], host="127.0.0.1", port=0, say=lines.append)
+    assert lines[0].startswith("watching ")
+    assert lines[1:] == [f"waiting for {tmp_path / 'demo'} to appear (Ctrl-C to stop)"]
 
 
 def test_everything_below_a_folder_is_found(watch, tmp_path):

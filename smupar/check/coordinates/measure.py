@@ -29,7 +29,7 @@ Y, GRAD_X, DY, CHANGE, GRAD_W = "Y", "grad X", "dY", "change of Y", "weight grad
 JUDGED = (Y, GRAD_X, DY)
 AXES = ("width", "density", "depth")
 # Roles of hidden weights whose outputs scale more than their inputs, and the reverse, because one side has a fixed part.
-WIDENING, NARROWING = "hidden, widening", "hidden, narrowing"
+WIDENING, NARROWING, ROUTER = "hidden, widening", "hidden, narrowing", "router"
 # inputs and outputs grow unevenly from this ratio on; below it, gradient slopes over two octaves differ by at most 1/8
 UNEVEN = math.sqrt(2)
 Growth = Mapping[str, Sequence[float]]  # parameter name -> how many times larger each dimension is at another width of the grid
@@ -88,7 +88,7 @@ class SizeRecorder:
         self.model, self.plan, self.depth = model, plan, depth
         modules = dict(model.named_modules())
         layers = {path: (name, role) for path, name, role in _layers(model, plan, growth or {})}
-        hidden_parents = {parent_path(path) for path, (_, role) in layers.items() if _is_hidden(role)}
+        hidden_parents = {parent_path(path) for path, (_, role) in layers.items() if _is_hidden(role) or role == ROUTER}
         # Modules with weights that are not layers (recurrent, attention, the user's own) are measured as blocks.
         owners = {next(_ancestors(row.name)) for row in plan if row.role == "hidden"} - layers.keys()
         blocks = {*hidden_parents, *owners, *depth.blocks}
@@ -265,10 +265,12 @@ class SizeRecorder:
         gradient that arrives there is not known in advance. But for independent weights of std s, grad X = W^T grad Y has the
         mean square s^2 n_out grad Y^2. s^2 is proportional to 1/m_in and n_out to m_out, so the size of grad X is that of grad
         Y times sqrt(m_out / m_in). In an inner readout s and n_out do not scale, and it has a forward factor.
+        In a router s^2 is proportional to 1/m_in^2, and n_out does not scale.
         """
-        if output_grad is None or not (role in (NARROWING, WIDENING) or path in self.inner):
+        if output_grad is None or not (role in (NARROWING, WIDENING, ROUTER) or path in self.inner):
             return self.gradient_factor * self._arriving() * self.depth.gradient(path)
         through = self.plan.output_factor if path in self.inner else math.sqrt(row.width_out / row.width_in)
+        through = 1 / float(row.width_in) if role == ROUTER else through
         return through * self.depth.output(path) * (float(output_grad.float().square().mean().sqrt()) or 1.0)
 
     def after_update(self, weights: dict[str, Tensor]) -> None:
@@ -341,7 +343,7 @@ def _layers(model: nn.Module, plan: Plan, growth: Growth) -> Iterator[tuple[str,
         for path, kind in kinds.items():
             # Only the weight that the layer multiplies by counts.
             is_other = parent_path(row.name) == path and not kind.owns(row.name.rpartition(".")[2])
-            if row.role in ("embedding", "hidden", "unembedding") and kind.is_measured and not is_other:
+            if row.role in ("embedding", "hidden", "unembedding", ROUTER) and kind.is_measured and not is_other:
                 tied_readout = row.role == "embedding" and kinds[uses[0]].is_lookup and not kind.is_lookup
                 yield path, row.name, "unembedding" if tied_readout else _role(row, growth)
 

@@ -192,7 +192,7 @@ def _is_known_exception(slope: Slope) -> bool:
     """Whether a slope may differ because logits start small. Under muP and SmuPar initial logits are a sum of d random terms
     divided by d, so they shrink like 1 / sqrt(width) until the readout has learned, for at most three steps. The same holds for
     attention logits if the head size grows, and for the gradients of queries and keys."""
-    logits = slope.role in ("unembedding", "logits") and slope.quantity == Y and slope.step <= 3
+    logits = slope.role in ("unembedding", "router", "logits") and slope.quantity == Y and slope.step <= 3
     queries = bool(_QUERY.search(slope.place)) and slope.quantity == GRAD_X and slope.step == 1
     return slope.axis == "width" and slope.rule != "sp" and (logits or queries) and -0.65 < slope.slope < LAYER_AT_STEP_1[0]
 

@@ -1,6 +1,6 @@
 """The backends of sparse layers, by name. They share one layer class, ``SparseLinear``, and differ in the kernel that
-multiplies. A new backend needs a ``Kernel``, a line in ``_ON_GPU``, and its name among the choices of ``Execution.storage`` in
-``lm/config/run``."""
+multiplies. A new backend needs an ``OnGpu``, a line in ``_ON_GPU``, and its name among the choices of
+``Execution.storage`` in ``lm/config/run``."""
 
 from __future__ import annotations
 

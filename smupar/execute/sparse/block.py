@@ -22,7 +22,7 @@ _SIZES = (128, 64, 32, 16)
 # Launch settings by block size, the fastest on an H200. Size 16 was not measured.
 _LAUNCH = {size: {"num_warps": 4, "num_stages": 4} for size in _SIZES} | {128: {"num_warps": 8, "num_stages": 3}}
 _TOKENS, _TOKENS_BACK = 128, 64  # rows that a program reads at a time: in a product, and in the weights' gradient
-# limit of a grid's second dimension, which counts tiles of rows, so that concurrent programs read the same rows
+# CUDA's limit for a grid's second dimension, which counts tiles of rows. In this order concurrent programs read the same rows.
 _MOST_PROGRAMS = 65535
 
 
@@ -97,11 +97,11 @@ class Blocks(OnGpu):
     def product(self, rows: Tensor, index: BlocksIndex, values: Tensor, *, back: bool) -> Tensor:
         by_row = index.out_dim == int(back)  # whether output lines are rows of blocks
         lines, num_lines = (index.rows, index.shape[0]) if by_row else (index.columns, index.shape[1])
-        y, halves, most = rows.new_empty(len(rows), num_lines), values.to(DTYPE), _MOST_PROGRAMS * _TOKENS
+        y, in_bf16, most = rows.new_empty(len(rows), num_lines), values.to(DTYPE), _MOST_PROGRAMS * _TOKENS
         for part, result in zip(rows.split(most), y.split(most), strict=True):
             _kernels().gathered[(num_lines // index.size, -(-len(part) // _TOKENS))](
                 part,
-                halves,
+                in_bf16,
                 result,
                 *lines.tensors(),
                 len(part),

@@ -24,7 +24,11 @@ FAMILIES = {
 
 def base_config(config: PreTrainedConfig, width: int = 256) -> PreTrainedConfig:
     """The config of the same architecture at another width. The number of layers, the head size and the number of queries per
-    key stay the same; the number of heads and the width of MLPs change in proportion."""
+    key stay the same; the number of heads and the width of MLPs change in proportion.
+
+    A single head stays a single head. If keys and values have one, the number of queries per key changes with the width; if
+    queries have one, its size does, unless the config sets the size.
+    """
     kind = config.model_type
     refuse(
         kind not in FAMILIES,
@@ -36,7 +40,6 @@ def base_config(config: PreTrainedConfig, width: int = 256) -> PreTrainedConfig:
         f"the base width must be a positive whole number, got {width!r}",
     )
     ratio = Fraction(width, config.hidden_size)
-    # A single head for keys and values stays a single head at every width.
     every = {name: getattr(config, name, None) or 1 for name in ("num_attention_heads", "num_key_value_heads")}
     counts = {name: count for name, count in every.items() if count > 1}
     unit = Fraction(config.hidden_size, math.gcd(*counts.values()) if counts else 1)

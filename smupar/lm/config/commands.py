@@ -1,4 +1,5 @@
-"""The configurations of all commands except ``train``, as frozen dataclasses."""
+"""The configurations of prepare, check, generate, export and eval, as frozen dataclasses. Runs have theirs in ``run``, and
+studies in ``smupar.study.config``."""
 
 from __future__ import annotations
 
@@ -75,7 +76,7 @@ class CheckConfig:
     """Train this many steps instead, with warm-up and a learning rate that falls to zero, and report from which step on updates
     drift. Choose the batch size and length of your own runs."""
     weight_decay: float = 0.0
-    """How fast weights shrink. The first ten steps do not depend on it; a whole run does."""
+    """How fast weights shrink: by this times lr in each step. That changes ten steps little, and a whole run much."""
     seeds: int = 3
     """Number of seeds; more seeds make intervals smaller."""
     depth: int = 2
@@ -91,7 +92,8 @@ class CheckConfig:
     batch_size: int = 1
     """Sequences per step."""
     seq_len: int = 16
-    """Keep it small: the effect that other tokens' gradients have on a token falls with the width under any rule."""
+    """Keep it small. Part of a token's update comes from other tokens' gradients, and this part shrinks with width under any
+    rule."""
     device: str = "auto"
     """auto: a GPU if there is one."""
     threads: int = 0
@@ -126,7 +128,7 @@ class GenerateConfig:
     top_k: int = 50
     """Choose among this many most likely tokens; 0: among all tokens."""
     seed: int = 0
-    """Seed of the random numbers. Each prompt has its own sequence, which starts at the seed."""
+    """Seed of the random numbers. Each prompt has its own generator with this seed."""
     device: str = "auto"
     """auto: a GPU if there is one."""
     dtype: Literal["fp32", "bf16"] = "fp32"

@@ -36,7 +36,7 @@ from smupar.lm.data.shards import (
 from smupar.lm.data.source_file import ReadBytes, still_begins_with
 from smupar.lm.data.sources import BrokenOffError, SourceUnit, TextPiece, describe, find_units
 from smupar.lm.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, read_tokenizer
-from smupar.output.files import FULL, locked, refuse_other_files, write_atomic
+from smupar.output.files import NO_ROOM, locked, refuse_other_files, write_atomic
 from smupar.output.json_files import as_record, read_object, write_sealed
 from smupar.output.optional import first_line
 from smupar.plan.settings import refuse
@@ -123,7 +123,7 @@ def _prepare(
     except OSError as error:
         # Read errors have another type, so this error is about writing to the folder.
         writer.abandon()
-        remedy = "make space" if error.errno in FULL else "make the folder writable"
+        remedy = "make space" if error.errno in NO_ROOM else "make the folder writable"
         raise ValueError(
             f"cannot write {folder} ({error.strerror or error}), {writer.num_tokens} tokens in {len(writer.shards)} shards are "
             f"done: {remedy} and run the same command again to resume"

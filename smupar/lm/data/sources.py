@@ -32,7 +32,7 @@ class TextPiece(NamedTuple):
     text: str  # empty for a row without text; empty pieces are counted, so that a resumed preparation can skip by number
     ends_document: bool
     position: int  # bytes of the file read so far, for the progress bar
-    read: ReadBytes | None  # what the file held up to that position; None for a dataset
+    read: ReadBytes | None  # what the file held up to that position, or all of it for Parquet; None for a dataset
 
 
 class BrokenOffError(ValueError):
@@ -87,7 +87,7 @@ def find_units(source: str, *, out: Path) -> list[SourceUnit]:
 
 
 def describe(source: str, units: list[SourceUnit]) -> dict[str, Any]:
-    """Names and sizes of a source's units, which identify the source without reading it."""
+    """Identifies a source without reading it: a dataset by its name, files by their names and sizes."""
     if units[0].size is None:
         return {"source": source}
     listing = "".join(f"{Path(unit.name).relative_to(source).as_posix()}\t{unit.size}\n" for unit in units)

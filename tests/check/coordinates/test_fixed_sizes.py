@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from smupar.check.coordinates.measure import DY, GRAD_X, NARROWING, WIDENING, Y
+from smupar.check.coordinates.measure import CHANGE, DY, GRAD_X, NARROWING, WIDENING, Y
 from smupar.check.coordinates.verdict import FAIL, PASS
 from tests.check.coordinates.grid import batches_of, check, size_of, slope_of, twin
+from tests.models import mixture
 
 RANK = 32
 
@@ -221,3 +222,24 @@ def test_block_that_makes_the_logits_is_judged_as_logits_and_a_block_with_a_rout
     assert roles == {"2": "block", "3": "logits", "": "logits"}
     assert slope_of(report, "smupar", "3", Y, axis="width") == pytest.approx(-0.5, abs=0.2)  # a sum of random terms over m_d
     assert report.verdicts == {"smupar": PASS}, report.explain()
+
+
+@pytest.mark.parametrize(("roles", "expected"), [({"*.gate.weight": "hidden"}, 0.5), ({}, 0)])
+def test_changes_of_a_routers_logits_grow_with_width_if_it_is_hidden_and_not_if_it_is_a_router(roles, expected):
+    """The gradient that a hidden router of 4 outputs passes on outgrows all others like sqrt(n). The features below follow it,
+    and with them the logits. A router's initial logits also shrink, which shows in the first steps."""
+    report = check(
+        mixture,
+        batches=batches_of(8, (8,), num_classes=5),
+        base_width=64,
+        widths=(64, 256),
+        densities=(1 / 4,),
+        steps=8,
+        seeds=3,
+        lr=2**-6,
+        roles=roles,
+        example=torch.randn(16, 8),
+    )
+    assert slope_of(report, "smupar", "2.gate", CHANGE, axis="width", step=7) == pytest.approx(expected, abs=0.25)
+    assert {one.role for one in report.readings if one.place == "2.gate"} == {"hidden, narrowing" if roles else "router"}
+    assert report.verdicts["smupar"] != FAIL, report.explain()

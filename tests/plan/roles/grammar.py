@@ -39,6 +39,8 @@ class Truth:
 INPUT = Truth("embedding", (1,), (0,))
 HIDDEN = Truth("hidden", (1,), (0,))
 HIDDEN_BACK = Truth("hidden", (0,), (1,))
+ROUTER = Truth("router", (1,), (0,))
+ROUTER_BACK = Truth("router", (0,), (1,))
 OUTPUT = Truth("unembedding", (1,), (0,))
 VECTOR, FIXED = Truth("vector"), Truth("fixed")
 
@@ -175,7 +177,7 @@ def conv(width, rng):
 
 def gate(width, rng):
     return Part(
-        {"gate": (nn.Linear(width, 1), HIDDEN), "fc": (nn.Linear(width, width), HIDDEN)},
+        {"gate": (nn.Linear(width, 1), ROUTER), "fc": (nn.Linear(width, width), HIDDEN)},
         lambda p, x, *_: torch.sigmoid(p.gate(x)) * p.fc(x),
     )
 
@@ -191,7 +193,7 @@ def experts(width, rng):
     """Three experts in 3-D parameters, of scaling or of fixed size, with a router that may be raw."""
     size = rng.choice((2 * width, FEATURES))
     into, out = Truth("hidden", (1,), (2,)), Truth("hidden", (1,), (2,))
-    router = (nn.Linear(width, 3), HIDDEN) if rng.random() < 0.5 else (raw(width, 3), HIDDEN_BACK)
+    router = (nn.Linear(width, 3), ROUTER) if rng.random() < 0.5 else (raw(width, 3), ROUTER_BACK)
 
     def use(p, x, *_):
         shares = (p.router(x) if isinstance(p.router, nn.Module) else x @ p.router).softmax(-1)
@@ -299,7 +301,7 @@ def chosen(width, rng):
         return torch.bmm(p.w[chosen], x.flatten(0, 1)[..., None]).view_as(x) + p.bias[chosen].view_as(x)
 
     weights = {"w": (raw(3, width, width), truth), "bias": (raw(3, width), VECTOR)}
-    return Part({"router": (nn.Linear(width, 3), HIDDEN), **weights}, use)
+    return Part({"router": (nn.Linear(width, 3), ROUTER), **weights}, use)
 
 
 def recurrent(width, rng):

@@ -81,7 +81,8 @@ def test_raw_matrices_of_fixed_size_are_asked_for_and_an_example_decides(block, 
     plan = smupar.make_plan(make(64), base=make(16), example=TOKENS)
     for name, (in_dims, m_in, m_out) in expected.items():
         row = plan[f"1.{name}"]
-        assert (row.role, row.in_dims, row.width_in, row.width_out) == ("hidden", in_dims, m_in, m_out)
+        role = "router" if name == "router.weight" else "hidden"
+        assert (row.role, row.in_dims, row.width_in, row.width_out) == (role, in_dims, m_in, m_out)
         assert row.lr_factors["adam"] == 1 / m_in
     assert (plan["0.weight"].role, plan["3.weight"].role) == ("embedding", "unembedding")
 

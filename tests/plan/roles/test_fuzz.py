@@ -30,6 +30,8 @@ def expected(truth, shape, base_shape):
         return "embedding", (tied if truth.is_tied else 1 if truth.is_lookup else fan_in) ** -0.5, 1.0, m_out
     if truth.role == "unembedding":
         return "unembedding", fan_in**-0.5, 1.0, m_in
+    if truth.role == "router":
+        return "router", fan_in**-0.5 / m_in, 1 / m_in, 1 / m_in
     return truth.role, None, 1.0, ratio(shape, base_shape, range(len(shape)))
 
 

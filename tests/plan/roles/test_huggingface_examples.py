@@ -61,7 +61,7 @@ MODELS = {
         "model.decoder.embed_tokens.weight": ("fixed", 1, 1),
     }),
     "Mixtral": (mixtral, TOKENS, {
-        "model.layers.0.mlp.gate.weight": ("hidden", 4, 1),
+        "model.layers.0.mlp.gate.weight": ("router", 4, 1),
         "model.layers.0.mlp.experts.gate_up_proj": ("hidden", 4, 1),
         "model.layers.1.mlp.experts.down_proj": ("hidden", 1, 4),
         "lm_head.weight": ("unembedding", 4, 1),
@@ -74,7 +74,7 @@ MODELS = {
     "DeepSeek-V3": (deepseek, TOKENS, {
         "model.layers.0.self_attn.q_a_proj.weight": ("hidden", 4, 1),
         "model.layers.0.self_attn.q_b_proj.weight": ("hidden", 1, 4),
-        "model.layers.1.mlp.gate.weight": ("hidden", 4, 1),
+        "model.layers.1.mlp.gate.weight": ("router", 4, 1),
         "model.layers.1.mlp.experts.down_proj": ("hidden", 1, 4),
     }),
     "CLIP": (clip, {"input_ids": TOKENS, "pixel_values": IMAGES}, {

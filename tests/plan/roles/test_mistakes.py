@@ -75,7 +75,7 @@ def with_scale(width, *shape):
 
 
 MLP = {"model": lambda: sequential(64), "base": lambda: sequential(16)}
-NO_ROLE = r"roles: '2.weight' of shape \(64, 64\).*embedding, hidden, unembedding, vector, fixed"
+NO_ROLE = r"roles: '2.weight' of shape \(64, 64\).*embedding, hidden, unembedding, router, vector, fixed"
 REFUSED = {
     "another class": ({"model": lambda: LM(32), "base": lambda: sequential(8)}, "base is a Sequential, the model a LM"),
     "another depth": (

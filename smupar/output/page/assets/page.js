@@ -290,7 +290,7 @@ function wentBack() {
 async function ask() {
   try {
     const listed = await page.source.refresh();
-    if (!listed.length) document.getElementById("main").replaceChildren(el("p", { class: "empty" }, "These folders hold nothing to show yet."));
+    if (!listed.length) document.getElementById("main").replaceChildren(...(page.source.waiting.length ? page.source.waiting : ["These folders hold nothing to show yet."]).map((words) => el("p", { class: "empty" }, words)));
     else {
       const entry = listed.find((each) => each.key === page.key), isOverview = page.key === OVERVIEW;
       if (isOverview || !entry) await show(isOverview ? OVERVIEW : keptPlace() ?? firstShown(listed));

@@ -21,9 +21,9 @@ class OwnSource {
 
 /** Documents of `smupar watch`. */
 class ServedSource {
-  constructor() { this.listed = []; this.cache = new Map(); }
+  constructor() { this.listed = []; this.waiting = []; this.cache = new Map(); }
   list() { return this.listed; }
-  async refresh() { this.listed = (await asked("state.json")).documents; return this.listed; }
+  async refresh() { const state = await asked("state.json"); this.listed = state.documents; this.waiting = state.waiting; return this.listed; }
   async document(key) {
     const entry = this.listed.find((each) => each.key === key), cached = this.cache.get(key);
     if (cached && entry && cached.version === entry.version) return cached;
