@@ -1,13 +1,18 @@
 """Writes what is generated from code into the documentation. ``make docs`` runs it; a test fails when a page is stale.
 
-docs/rules.md is generated whole. In docs/optimizers.md and docs/any_model.md tables stand between the markers
+docs/rules.md is generated whole. In docs/optimizers.md, docs/any_model.md and docs/api.md tables stand between the markers
 ``<!-- table of NAME -->`` and ``<!-- end of the table -->``.
 """
 
+import inspect
+import re
 from pathlib import Path
+from typing import get_type_hints
 
+import smupar
 from smupar import rules
 from smupar.plan.layers import IMAGES, LAYERS
+from smupar.plan.make import DEFAULTS, Settings
 from smupar.plan.optimizers import FAMILIES, OPTIMIZERS
 from smupar.plan.role_table import ASK, DOUBTS, ROLE_TABLE, Case
 
@@ -36,6 +41,7 @@ def pages() -> dict[Path, str]:
     tables = {
         "optimizers.md": {"optimizers": optimizers()},
         "any_model.md": {"layers": layers(), "roles": cases(ROLE_TABLE), "doubts": cases(DOUBTS)},
+        "api.md": {"arguments": arguments()},
     }
     filled = {DOCS / name: fill((DOCS / name).read_text(encoding="utf-8"), parts) for name, parts in tables.items()}
     return {DOCS / "rules.md": rules.markdown(), **filled}
@@ -79,6 +85,24 @@ def cases(lines: tuple[Case, ...]) -> str:
         role = f"you are asked (guess: {case.guess})" if case.role == ASK else case.role
         rows.append([str(number), case.when, role, case.reason.format(**WORDS)])
     return markdown(*rows)
+
+
+def arguments() -> str:
+    """The arguments of ``parameterize``, of which most are settings, with types and defaults."""
+    parameters = inspect.signature(smupar.parameterize).parameters.values()
+    own = {parameter.name: parameter.default for parameter in parameters if parameter.kind != parameter.VAR_KEYWORD}
+    types = get_type_hints(smupar.parameterize) | get_type_hints(Settings)
+    rows = [
+        [f"`{name}`", _type(types[name]), "required" if default is inspect.Parameter.empty else f"`{default!r}`"]
+        for name, default in {**own, **DEFAULTS}.items()
+    ]
+    return markdown(["argument", "type", "default"], *rows)
+
+
+def _type(hint: object) -> str:
+    """A type without the modules of its parts."""
+    name = hint.__name__ if isinstance(hint, type) else repr(hint)
+    return f"`{re.sub(r'(?:[a-z_]+[.])+(?=[A-Z])', '', name)}`".replace("|", "\\|").replace("NoneType", "None")
 
 
 if __name__ == "__main__":

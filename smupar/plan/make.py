@@ -61,6 +61,27 @@ class Settings(TypedDict, total=False):
     kappa: float | None
 
 
+# What a setting is that is not given. None: it follows from the models or from other settings, or there is none.
+DEFAULTS: Settings = {
+    "rule": "smupar",
+    "density": None,
+    "base_density": 1.0,
+    "pattern": "random",
+    "seed": 0,
+    "init_std": "fan_in",
+    "alpha_input": 1.0,
+    "alpha_output": 1.0,
+    "masks": None,
+    "roles": None,
+    "delta": None,
+    "example": None,
+    "branches": None,
+    "depth": None,
+    "multipliers": "ask",
+    "kappa": None,
+}
+
+
 def make_plan(model: nn.Module, *, base: nn.Module, **settings: Unpack[Settings]) -> Plan:
     """Makes the plan that ``parameterize`` would carry out, without changing the model.
 
@@ -79,20 +100,19 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings, *, has_values
     The caller issues the plan's warnings, so that they point at the user's line.
     """
     _refuse_unknown(settings)
+    settings = {**DEFAULTS, **settings}
     numbers = _Numbers.read(settings)
-    pattern = parse_pattern(settings.get("pattern", "random"))
-    roles, evidence = infer_roles(
-        model, base, delta=settings.get("delta"), roles=settings.get("roles"), example=settings.get("example")
-    )
-    density = settings.get("density")
-    masks = settings.get("masks") or {}
+    pattern = parse_pattern(settings["pattern"])
+    roles, evidence = infer_roles(model, base, delta=settings["delta"], roles=settings["roles"], example=settings["example"])
+    density = settings["density"]
+    masks = settings["masks"] or {}
     assert isinstance(masks, Mapping)
     density = pattern.default_density if density is None else density
     sparsity = make_sparse(model, roles, pattern, density, numbers.base_spread, masks)
     depth = correspond(model, base)
-    branches = branch_factors(model, base, depth, numbers.depth, settings.get("branches"), settings.get("example"))
-    initial = _Initial.of(model, base, roles, depth, numbers.rule, settings.get("init_std", "fan_in"), has_values=has_values)
-    choice = settings.get("multipliers", "ask")
+    branches = branch_factors(model, base, depth, numbers.depth, settings["branches"], settings["example"])
+    initial = _Initial.of(model, base, roles, depth, numbers.rule, settings["init_std"], has_values=has_values)
+    choice = settings["multipliers"]
     has_factors = numbers.rule is not SP or bool(branches)  # SP leaves the model's own numbers alone
     multipliers, summed = _multipliers(model, base, depth, evidence, choice) if has_factors else (chosen([], choice), [])
     unscored = without_scores(model, evidence.usage, depth.modules, {role.name for role in roles if role.scaling})
@@ -126,7 +146,7 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings, *, has_values
             numbers.rule,
             1.0 if NORMED_OUTPUT in evidence.notes else output_factor,
             numbers.forward("embedding", Fraction(1)),
-            () if settings.get("multipliers") == "own" else multipliers,
+            () if choice == "own" else multipliers,
             unscored,
         ),
         multipliers=multipliers,
@@ -174,21 +194,21 @@ class _Numbers:
 
     @classmethod
     def read(cls, settings: Settings) -> _Numbers:
-        rule = get_rule(settings.get("rule", "smupar"))
-        base = settings.get("base_density", 1.0)
+        rule = get_rule(settings["rule"])
+        base = settings["base_density"]
         spread = base if isinstance(base, Allocation) else uniform(base)
         alphas = {
-            "embedding": _finite(settings.get("alpha_input", 1.0), "alpha_input"),
-            "unembedding": _finite(settings.get("alpha_output", 1.0), "alpha_output"),
+            "embedding": _finite(settings["alpha_input"], "alpha_input"),
+            "unembedding": _finite(settings["alpha_output"], "alpha_output"),
         }
         return cls(
             rule=rule,
-            depth=get_depth_rule(settings.get("depth") or rule.depth),
+            depth=get_depth_rule(settings["depth"] or rule.depth),
             base_spread=spread,
             base_density=as_density(spread.density, "base_density"),
             alphas=alphas,
-            seed=_whole(settings.get("seed", 0), "seed"),
-            kappa=_kappa(rule, settings.get("kappa")),
+            seed=_whole(settings["seed"], "seed"),
+            kappa=_kappa(rule, settings["kappa"]),
         )
 
     def forward(self, use: str, m_d: Fraction) -> float:

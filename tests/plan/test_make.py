@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import smupar
+from smupar.plan.make import DEFAULTS, Settings
 from tests.models import on_meta
 from tests.plan.nets import ALPHA_INPUT, ALPHA_OUTPUT, HIDDEN, MLP, SIGMA, Blocks, Conv, numbers, own_mask, plan_mlp
 
@@ -358,3 +359,11 @@ def test_kappa_is_asked_for_by_the_rule_that_has_one():
         plan_mlp(64, 16, kappa=3)
     with pytest.raises(ValueError, match="kappa must be a number, at least 0"):
         plan_mlp(64, 16, rule="smupar-aligned", kappa=-1)
+
+
+def test_every_setting_has_a_default_that_changes_nothing_when_given():
+    assert DEFAULTS.keys() == Settings.__annotations__.keys()
+    model, base = on_meta(MLP, 64), on_meta(MLP, 16)
+    plan = smupar.make_plan(model, base=base)
+    assert smupar.make_plan(model, base=base, **DEFAULTS) == plan
+    assert (plan.rule, plan.pattern, plan.base_density, plan.seed) == ("smupar", "random", 1, 0)
