@@ -370,7 +370,7 @@ def test_columns_have_one_format(visit, served):
     assert page.locator("thead button").last.inner_text() == "run"
     form = "([name, values]) => values.map(formatOf(name, values))"
     assert page.evaluate(form, ["lr", [2**-11, 2**-4, 2]]) == ["2⁻¹¹", "2⁻⁴", "2¹"]
-    assert page.evaluate(form, ["tokens_per_second", [15632, 14418.3, None]]) == ["15,632", "14,418", "–"]
+    assert page.evaluate(form, ["tokens_per_second", [15632, 14418.3, None]]) == ["15,632", "14,418", "\N{EN DASH}"]
     assert page.evaluate(form, ["seconds", [0.12283, 0.2]]) == ["0.123", "0.200"]
     assert page.evaluate(form, ["sparsity", [0, 0.75, 0.9375]]) == ["0", "0.7500", "0.9375"]
     assert page.evaluate(form, ["loss", [3.21801, 2.9]]) == ["3.2180", "2.9000"]
