@@ -374,3 +374,36 @@ def test_columns_have_one_format(visit, served):
     assert page.evaluate(form, ["seconds", [0.12283, 0.2]]) == ["0.123", "0.200"]
     assert page.evaluate(form, ["sparsity", [0, 0.75, 0.9375]]) == ["0", "0.7500", "0.9375"]
     assert page.evaluate(form, ["loss", [3.21801, 2.9]]) == ["3.2180", "2.9000"]
+
+
+def test_check_shows_the_slopes_that_do_not_pass_and_one_legend(visit, tmp_path):
+    make_study(tmp_path / "study")
+    line = {"shade": 0, "is_reference": False, "is_joined": True, "best": None}
+    points = [{"x": x, "y": 1, "runs": []} for x in (32, 64)]
+    chart = {
+        "rule": "SP",
+        "x_label": "width",
+        "y_label": "Y",
+        "log_x": True,
+        "log_y": True,
+        "lines": [line | {"label": "step 1", "points": points}],
+    }
+    table = {
+        "title": "Slopes",
+        "columns": ["verdict", "slope"],
+        "rows": [["fail", 0.5], ["pass", 0.01], ["drift", 0.1]],
+        "varied": ["verdict"],
+        "numeric": [],
+    }
+    document = StudyView(tmp_path / "study").document() | {
+        "kind": "check",
+        "answers": [],
+        "charts": [chart | {"title": f"SP: {name} over width"} for name in "abc"],
+        "table": table,
+    }
+    write_page(tmp_path / "check.html", document)
+    page = visit((tmp_path / "check.html").as_uri())
+    assert page.locator(".keys li").all_inner_texts() == ["step 1"]
+    assert page.locator("tbody tr").all_inner_texts() == ["fail\t0.50", "drift\t0.10"]
+    page.click("#all-slopes")
+    assert page.locator("tbody tr").count() == 3

@@ -16,19 +16,23 @@ if TYPE_CHECKING:
 
 _NUM_STEPS = 4  # lines in a chart
 _TONES: dict[str, Tone] = {PASS: "good", FAIL: "bad"}
+_NAMES = {"Y": "outputs (Y)", "grad X": "gradients (grad X)", "dY": "change by one update (dY)"}
 _COLUMNS = ("verdict", "rule", "axis", "at", "place", "quantity", "when", "slope", "half_interval")
 
 
 def check_document(report: Report, *, folder: str = "") -> Document:
     # Rules under test come first, then the baselines SP and muP.
     rules = sorted(report.rules, key=lambda rule: rule in ("sp", "mup"))
+    told = {rule: _told(report, rule) for rule in rules}
+    notes = dict.fromkeys(text for texts in told.values() for text in texts if text.startswith("note: "))
+    told = {rule: [text for text in texts if text not in notes] for rule, texts in told.items()}
+    shared = _told_more_than_once(told)
     return {
         "kind": "check",
         "title": "Coordinate check",
         "headline": _headline(report, rules),
-        "sentence": "Activations, gradients and updates should keep their size over width, density and depth: lines should be "
-        "flat. The verdict is about the slopes of log2(size) against log2(width, density or depth).",
-        "answers": [_answer(report, rule) for rule in rules],
+        "sentence": " ".join(_told_of(told, text) for text in shared),
+        "answers": [_answer(report, rule, [text for text in told[rule] if text not in shared]) for rule in rules],
         "charts": [
             _chart(report, axis, rule, quantity)
             for axis in dict.fromkeys(slope.axis for slope in report.slopes)
@@ -40,7 +44,10 @@ def check_document(report: Report, *, folder: str = "") -> Document:
         "curves": {},
         "command": "",
         "folder": folder,
-        "details": [("All findings", report.explain())],
+        "details": [
+            *([("Notes", "\n".join(note.removeprefix("note: ") for note in notes))] if notes else []),
+            ("All findings", report.explain()),
+        ],
         "is_live": False,
         "made": time.time(),
     }
@@ -51,16 +58,32 @@ def _headline(report: Report, rules: list[str]) -> str:
     return "; ".join(f"{get_rule(rule).title} {words.get(report.verdicts[rule], 'needs more seeds')}" for rule in rules) + "."
 
 
-def _answer(report: Report, rule: str) -> Answer:
-    verdict, title = report.verdicts[rule], get_rule(rule).title
+def _told(report: Report, rule: str) -> list[str]:
+    """The reasons for a rule's verdict, without the long part (layers, quantities), which is in the findings below."""
     first, *reasons = report.explain_rule(rule)
-    over = first.partition(f"{verdict.upper()} ")[2]
-    # The long part (layers, quantities) is in the findings below.
-    told = [reason.strip().partition(" [")[0] for reason in reasons if not reason.strip().startswith(JUDGED)]
+    over = first.partition(f"{report.verdicts[rule].upper()} ")[2]
+    return [over] + [reason.strip().partition(" [")[0] for reason in reasons if not reason.strip().startswith(JUDGED)]
+
+
+def _told_more_than_once(told: dict[str, list[str]]) -> list[str]:
+    """What all rules have in common, and causes that several have: the page says these once, above the cards."""
+    texts = dict.fromkeys(text for of_rule in told.values() for text in of_rule)
+    counts = {text: sum(text in of_rule for of_rule in told.values()) for text in texts}
+    return [text for text, count in counts.items() if count > 1 and (count == len(told) or text.startswith("likely cause"))]
+
+
+def _told_of(told: dict[str, list[str]], text: str) -> str:
+    """A sentence, with the rules that it is about unless it is about all."""
+    rules = [get_rule(rule).title for rule, texts in told.items() if text in texts]
+    return f"{text[:1].upper()}{text[1:]}." if len(rules) == len(told) else f"{' and '.join(rules)}: {text}."
+
+
+def _answer(report: Report, rule: str, told: list[str]) -> Answer:
+    verdict, title = report.verdicts[rule], get_rule(rule).title
     return {
         "name": title,
         "value": verdict.upper(),
-        "text": "\n".join(text[:1].upper() + text[1:] for text in (over, *told)),
+        "text": "\n".join(text[:1].upper() + text[1:] for text in told),
         "tone": _TONES.get(verdict, "unclear"),
         "rule": title,
     }
@@ -84,7 +107,7 @@ def _chart(report: Report, axis: str, rule: str, quantity: str) -> Chart:
             }
         )
     return {
-        "title": f"{title}: {quantity} over {axis}",
+        "title": f"{title}: {_NAMES[quantity]} over {axis}",
         "rule": title,
         "x_label": axis,
         "y_label": f"{quantity} (RMS, hidden layers)",

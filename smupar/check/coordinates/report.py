@@ -148,7 +148,8 @@ def _between(verdict: str, slopes: list[Slope], seeds: int) -> str:
         "matter at these widths: use smaller batches (about 16 tokens), larger widths or more weights per neuron, and see "
         "whether the drift shrinks"
     )
-    return f"  {len(slopes)} slopes are neither small nor large, such as {_told(max(slopes, key=_excess))}: {remedy}"
+    count = "1 slope is" if len(slopes) == 1 else f"{len(slopes)} slopes are"
+    return f"  {count} neither small nor large, such as {_told(max(slopes, key=_excess))}: {remedy}"
 
 
 def _failing(quantity: str, failing: list[Slope]) -> str:

@@ -114,7 +114,7 @@ def test_html_is_one_page_that_needs_no_other_file(report, tmp_path):
     assert {row["place"] for row in table} >= {"left", "logits"}
     assert len(shown["charts"]) == 3 * 3 * 2  # quantities, rules, axes
     first = shown["charts"][0]
-    assert (first["title"], first["falls"], first["group"]) == ("SmuPar: Y over width", False, "width Y")
+    assert (first["title"], first["falls"], first["group"]) == ("SmuPar: outputs (Y) over width", False, "width Y")
     assert [line["label"] for line in first["lines"]] == ["step 1", "step 2"]
 
 

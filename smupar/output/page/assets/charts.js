@@ -207,7 +207,7 @@ function drawn(plot, traces, made, opens) {
   });
 }
 
-/** Draws charts into a grid; ``others`` are those of a document to compare with. */
+/** Draws charts into a grid; ``others`` are those of a document to compare with. Returns the legend that all share, if they do. */
 function drawCharts(grid, charts, others, context, frames) {
   // All frames are in place before the first is drawn, so that each has its final width.
   const used = charts.map((chart, number) => frameOf(`${chart.title.split(":")[0]}|${chart.x_label}|${number}`, frames));
@@ -215,6 +215,9 @@ function drawCharts(grid, charts, others, context, frames) {
   grid.classList.toggle("single", charts.length === 1);
   grid.classList.toggle("threes", charts.length % 3 === 0);
   grid.classList.toggle("twos", charts.length === 2 || charts.length === 4);
+  // Many charts with the same lines have one legend.
+  const legends = charts.map((chart) => JSON.stringify([chart.marked, chart.lines.map((line, index) => [line.label, lineColour(line, chart, index)])]));
+  const isShared = charts.length > 2 && !others.length && new Set(legends).size === 1 && !charts.some((chart) => hasRows(chart, context.logX ?? chart.log_x));
   used.forEach((frame) => frame.node.classList.toggle("tall", charts.length === 1));
   charts.forEach((chart, number) => {
     const frame = used[number], logX = context.logX ?? chart.log_x, logY = context.logY ?? chart.log_y;
@@ -241,6 +244,8 @@ function drawCharts(grid, charts, others, context, frames) {
     frame.plot.setAttribute("aria-label", `${chart.title}. ${chart.y_label} over ${chart.x_label}, ${chart.lines.length} curves. Arrow keys go from point to point, Enter opens a run.`);
     const keys = chart.lines.map((line, index) => keyOf(line, chart, index, false, above)).concat(beside ? beside.lines.map((line, index) => keyOf(line, beside, index, true)) : []);
     frame.keys.replaceChildren(...keys.slice(0, 24), ...(keys.length > 24 ? [el("li", { class: "more" }, `and ${keys.length - 24} more`)] : []), ...(chart.marked && chart.marked[1] ? [el("li", { class: "more" }, `dotted: ${chart.marked[1]}`)] : []));
+    if (isShared) frame.keys.replaceChildren();
     drawn(frame.plot, (own.isDense ? withJoinedStars(traces) : traces).concat(rows.traces), made, context.opens);
   });
+  return isShared ? charts[0].lines.slice(0, 24).map((line, index) => keyOf(line, charts[0], index)) : [];
 }

@@ -2,7 +2,7 @@
 
 const page = { source: null, key: null, doc: null, choices: new Map(), frames: new Map(), other: null, touched: 0 };
 
-const freshChoices = () => ({ filters: {}, colour: "", x: "", y: "loss", panel: "", logX: null, logY: null, curveLogX: false, curveLogY: false, curveSmooth: true, sort: { column: null, falls: false }, allRows: false, compare: "" });
+const freshChoices = () => ({ filters: {}, colour: "", x: "", y: "loss", panel: "", logX: null, logY: null, curveLogX: false, curveLogY: false, curveSmooth: true, sort: { column: null, falls: false }, allRows: false, allSlopes: false, compare: "" });
 const choices = () => { if (!page.choices.has(page.key)) page.choices.set(page.key, freshChoices()); return page.choices.get(page.key); };
 
 /** The rows of a document's table as objects, by column and by run. */
@@ -29,7 +29,7 @@ function answersOf(doc) {
   if (!doc.answers.length) return null;
   const isWide = window.matchMedia("(min-width: 641px)").matches; // on a phone the charts come before the small print
   return el("div", { class: "answers" }, doc.answers.map((answer) => {
-    const card = el("details", { class: "answer", open: isWide }, el("summary", {}, el("span", { class: "name" }, answer.name), " ", el("span", { class: `value ${answer.tone}` }, answer.value)), el("div", { class: "text" }, answer.text));
+    const card = el(answer.text ? "details" : "div", { class: "answer", open: Boolean(answer.text) && isWide }, el(answer.text ? "summary" : "div", { class: "finding" }, el("span", { class: "name" }, answer.name), " ", el("span", { class: `value ${answer.tone}` }, answer.value)), el("div", { class: "text" }, answer.text));
     const mark = ruleColour(answer.rule);
     if (mark) card.style.setProperty("--mark", mark);
     return card;
@@ -121,9 +121,10 @@ function build() {
   parts.grid = el("div", { class: "charts", id: "charts" });
   parts.chartNote = el("p", { class: "note legend" });
   parts.beside = el("div");
+  parts.keys = el("ul", { class: "keys shared" });
   const isChanged = Object.keys(changedChoices()).length > 0;
   parts.explore = el("details", { class: "explore", open: isChanged }, el("summary", {}, "Explore"), parts.tools);
-  parts.chartSection = el("section", { "aria-label": "Charts" }, el("div", { class: "heading" }, el("h2", {}, "Charts"), parts.explore), parts.beside, parts.grid, parts.chartNote);
+  parts.chartSection = el("section", { "aria-label": "Charts" }, el("div", { class: "heading" }, el("h2", {}, "Charts"), parts.explore), parts.beside, parts.keys, parts.grid, parts.chartNote);
   parts.curveTools = el("div", { class: "tools" });
   parts.curveNote = el("p", { class: "note" });
   parts.curveGrid = el("div", { class: "charts single" });
@@ -155,7 +156,7 @@ function draw(focus) {
   if (table) {
     parts.tableTitle.textContent = table.title;
     const active = document.activeElement && document.activeElement.id;
-    drawTable(parts.table, table, rows, chosen, { opens: (ids) => open(ids), redraw: draw });
+    drawTable(parts.table, table, chosen.allSlopes || doc.kind !== "check" || chosen.filters.verdict ? rows : rows.filter(isNotable), chosen, { opens: (ids) => open(ids), redraw: draw });
     const back = focus || (active && active.startsWith("sort-") ? active : null);
     if (back && document.getElementById(back)) document.getElementById(back).focus();
   }
@@ -186,13 +187,14 @@ function drawDocumentCharts(doc, table, rows) {
     charts = exploredCharts(rows, { x, y: chosen.y, panel, colour: chosen.colour || left.find((name) => name !== panel) || "" });
   }
   refill(parts.beside, other ? comparisonOf(doc, other) : null);
-  const words = (doc.kind === "study" ? "● finished: training loss, mean of the last 5 % of the steps   ○ waiting (at the bottom) or running (at its loss so far)   ✕ diverged   ▲ above the range. Click a point to see its run. " : "") + (charts.some((chart) => chart.lines.some((line) => line.best)) ? "★ best run; hollow at the edge of what was run. " : "") + (charts.some((chart) => chart.marked && hasRows(chart, chart.log_x)) ? "Rows above the curves: the optimum of each curve, the bar in which it lies, and its octaves (factors of two) from the dotted line. " : "") + "Drag to zoom, double-click to go back; arrow keys walk through the points of a chart.";
+  const words = (doc.kind === "check" ? "Outputs, gradients and updates should keep their size over width, density and depth: lines should be flat. The verdict is about the slopes of log2(size) against log2(width, density or depth). " : "") + (doc.kind === "study" ? "● finished: training loss, mean of the last 5 % of the steps   ○ waiting (at the bottom) or running (at its loss so far)   ✕ diverged   ▲ above the range. Click a point to see its run. " : "") + (charts.some((chart) => chart.lines.some((line) => line.best)) ? "★ best run; hollow at the edge of what was run. " : "") + (charts.some((chart) => chart.marked && hasRows(chart, chart.log_x)) ? "Rows above the curves: the optimum of each curve, the bar in which it lies, and its octaves (factors of two) from the dotted line. " : "") + "Drag to zoom, double-click to go back; arrow keys walk through the points of a chart.";
   parts.chartNote.textContent = charts.length ? words : "";
   parts.chartSection.hidden = !charts.length && doc.kind !== "study";
   if (!charts.length) { refill(parts.grid, parts.chartSection.hidden ? null : el("p", { class: "empty" }, "There is nothing to draw yet. Points appear here as runs end; if nothing is running, start the command that this page shows.")); return; }
   if (parts.grid.querySelector(".empty")) parts.grid.replaceChildren();
   const context = { runs: table && isOfRuns(table) ? table.byId : new Map(), otherRuns: (tableOf(other) || { byId: new Map() }).byId, isVisible: (point) => !point.runs.length || point.runs.some((id) => visible.has(id)), logX: chosen.logX, logY: chosen.logY, opens: open };
-  drawCharts(parts.grid, charts, other ? other.charts : [], context, page.frames);
+  const shared = drawCharts(parts.grid, charts, other ? other.charts : [], context, page.frames);
+  refill(parts.keys, ...shared);
 }
 
 async function drawLossCurves(doc, table, rows) {

@@ -3,6 +3,9 @@
 const MOST_ROWS = 200;
 const TONES = { pass: "pass", fail: "fail", "more seeds": "unclear", drift: "unclear", "known exception": "pass" };
 
+/** Slopes that a reader should look at. */
+const isNotable = (row) => row.verdict !== "pass" && row.verdict !== "known exception" && row.verdict !== "not judged";
+
 function sortedRows(rows, { column, falls }) {
   if (!column) return rows;
   const key = (row) => row[column];
@@ -23,14 +26,16 @@ function drawTable(place, table, rows, state, { opens, redraw }) {
     const sort = () => { state.sort = { column: name, falls: state.sort.column === name ? !state.sort.falls : false }; redraw(`sort-${name}`); };
     return el("th", { scope: "col", "aria-sort": order, class: isNumber.has(name) ? "number" : "" }, el("button", { type: "button", id: `sort-${name}`, onclick: sort }, named(name)));
   });
+  const isNarrowed = !state.allSlopes && !state.filters.verdict && table.columns[0] === "verdict" && rows.every(isNotable) && rows.length < table.records.length;
   const ordered = sortedRows(rows, state.sort), kept = state.allRows ? ordered : ordered.slice(0, MOST_ROWS);
   const body = kept.map((row) => el("tr", {}, columns.map((name) => el("td", { class: isNumber.has(name) ? "number" : "" }, cellOf(row, name, opens, formats.get(name))))));
   place.replaceChildren(
     el("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": table.title }, el("table", {}, el("thead", {}, el("tr", {}, head)), el("tbody", {}, body))),
     el("div", { class: "below" },
       el("button", { type: "button", class: "quiet", id: "csv", onclick: () => download("smupar-table.csv", csvOf(table.columns, ordered), "text/csv") }, "Download CSV"),
+      isNarrowed ? el("button", { type: "button", class: "quiet", id: "all-slopes", onclick: () => { state.allSlopes = true; redraw(); } }, `Show all ${number(table.records.length)} slopes`) : null,
       rows.length > kept.length ? el("button", { type: "button", class: "quiet", onclick: () => { state.allRows = true; redraw(); } }, `Show all ${number(rows.length)} rows`) : null,
-      el("span", { class: "note" }, rows.length < table.records.length ? `${number(rows.length)} of ${number(table.records.length)} rows pass the filter.` : `${number(rows.length)} row${rows.length === 1 ? "" : "s"}.`)));
+      el("span", { class: "note" }, isNarrowed ? `${number(rows.length)} of ${number(table.records.length)} slopes do not pass.` : rows.length < table.records.length ? `${number(rows.length)} of ${number(table.records.length)} rows pass the filter.` : `${number(rows.length)} row${rows.length === 1 ? "" : "s"}.`)));
 }
 
 function cellOf(row, name, opens, format) {
