@@ -43,6 +43,12 @@ def _check_losses(shown: str, printed: str) -> None:
     assert 2 * smupar < mup
 
 
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda page: page.name)
+def test_lines_of_code_fit_a_page_of_the_site(page):
+    lines = [line for language in ("python", "sh") for block in _blocks(page, language) for line in block.splitlines()]
+    assert [line for line in lines if len(line) > 100] == []
+
+
 @pytest.mark.parametrize("page", GENERATED, ids=lambda page: page.name)
 def test_generated_page_is_what_the_code_says(page):
     assert page.read_text(encoding="utf-8") == GENERATED[page], "stale: run `make docs`"
