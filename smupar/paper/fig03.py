@@ -12,6 +12,7 @@ from dataclasses import replace
 from statistics import fmean
 
 from smupar.lm.config.run import RunConfig
+from smupar.output.colours import mixed, rule_colour
 from smupar.paper.figure import (
     NUM_SPREADS,
     USUAL_SPREAD,
@@ -19,7 +20,6 @@ from smupar.paper.figure import (
     Figure,
     Rows,
     all_of,
-    colour_of,
     over,
     pooled_spread,
     runs_of,
@@ -137,8 +137,12 @@ def draw(rows: Rows) -> list[Panel]:
     return [panels[0], _gap_panel(width, lines), *panels[1:]]
 
 
-# Lines of a rule's variants have a lighter colour than the rule.
-_VARIANTS = {"SP, 2e-4": "#e9a3ac", "SP, tuned, LR x decay as the others": "#f0c3a0", "SmuPar, coupled decay": "#9fd3ac"}
+# Lines of a rule's variants have a darker or a lighter colour than the rule.
+_VARIANTS = {
+    "SP, 2e-4": mixed(rule_colour("SP"), "#000000", 0.5),
+    "SP, tuned, LR x decay as the others": mixed(rule_colour("SP"), "#ffffff", 0.45),
+    "SmuPar, coupled decay": mixed(rule_colour("SmuPar"), "#ffffff", 0.4),
+}
 
 
 def _loss_panel(width: int, depth: int, lines: dict[str, dict[float, list[float]]]) -> Panel:
@@ -154,7 +158,7 @@ def _gap_panel(width: int, lines: dict[str, dict[float, list[float]]]) -> Panel:
         if name != "SmuPar"
     }
     in_paper = tuple(
-        Line(f"{name} in the paper", (Point(_PAPER_WEIGHTS_PER_NEURON, gap),), colour_of(name), joined=False, marker="D")
+        Line(f"{name} in the paper", (Point(_PAPER_WEIGHTS_PER_NEURON, gap),), rule_colour(name), joined=False, marker="D")
         for name, gap in _PAPER_GAPS.items()
     )
     drawn = _panel("how far others end above SmuPar", "loss above SmuPar's, %", width, gaps)

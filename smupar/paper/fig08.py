@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from smupar.output.colours import rule_colour
 from smupar.paper import fig06
 from smupar.paper.figure import (
     NUM_SPREADS,
@@ -10,7 +11,6 @@ from smupar.paper.figure import (
     Figure,
     Rows,
     all_of,
-    colour_of,
     curves,
     spread_of_seeds,
     title,
@@ -24,7 +24,7 @@ def draw(rows: Rows) -> list[Panel]:
     loss is an upper bound."""
     lines = []
     for rule in RULES:
-        own, colour = curves(rows, rule), colour_of(title(rule))
+        own, colour = curves(rows, rule), rule_colour(title(rule))
         lines.append(Line(title(rule), tuple(map(_point, own)), colour))
         if at_edge := tuple(_point(curve) for curve in own if curve.on_edge):
             lines.append(Line(f"{title(rule)}: edge of the grid, could be lower", at_edge, colour, joined=False, marker="v"))

@@ -26,6 +26,7 @@ from statistics import fmean, variance
 from typing import Any
 
 from smupar.lm.config.run import RunConfig
+from smupar.output.colours import rule_colour
 from smupar.paper.settings import Scale
 from smupar.rules import get_rule
 from smupar.study.comparison import as_rule
@@ -173,15 +174,6 @@ def pooled_spread(groups: Iterable[Sequence[float]]) -> float | None:
     return math.sqrt(fmean(variance(losses) / fmean(losses) ** 2 for losses in seeded)) if seeded else None
 
 
-# Colours of rules by title, the same in all pictures.
-_COLOURS = {"SP": "#d1495b", "muP": "#2e6fb0", "SmuPar": "#2a9d4b", "measured updates": "#8a5cc2"}
-
-
-def colour_of(label: str) -> str:
-    """The colour of a line whose label begins with the title of a rule."""
-    return next((colour for name, colour in _COLOURS.items() if label.startswith(name)), "#777777")
-
-
 def title(rule: str) -> str:
     return get_rule(rule).title
 
@@ -222,7 +214,9 @@ def over(xs: dict[float, float], lines: dict[str, dict[float, list[float]]]) -> 
     """A line for each rule, through the mean losses of seeds. ``xs`` maps sparsities to x, ``lines`` holds the losses of all
     seeds by rule and sparsity."""
     return tuple(
-        Line(label, tuple(Point(xs[s], fmean(seeds), seeds=tuple(seeds)) for s, seeds in sorted(own.items())), colour_of(label))
+        Line(
+            label, tuple(Point(xs[s], fmean(seeds), seeds=tuple(seeds)) for s, seeds in sorted(own.items())), rule_colour(label)
+        )
         for label, own in lines.items()
     )
 

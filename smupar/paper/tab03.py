@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from smupar.lm.config.presets import TABLE_3
 from smupar.lm.config.run import RunConfig
-from smupar.paper.figure import Claim, Figure, Rows, colour_of
+from smupar.output.colours import rule_colour
+from smupar.paper.figure import Claim, Figure, Rows
 from smupar.paper.settings import Scale
 from smupar.study.config import TUNED, TuneConfig
 from smupar.study.curves import Line, Panel, Point
@@ -49,8 +50,8 @@ def draw(rows: Rows) -> list[Panel]:
 
 def _marks(name: str, default: Result, printed: Result) -> tuple[Line, Line]:
     return (
-        Line("Table 3's values", (_at(name, printed),), colour_of("SmuPar"), joined=False, marker="D"),
-        Line("common defaults", (_at(name, default),), colour_of("SP"), joined=False, marker="s"),
+        Line("Table 3's values", (_at(name, printed),), rule_colour("SmuPar"), joined=False, marker="D"),
+        Line("common defaults", (_at(name, default),), rule_colour("SP"), joined=False, marker="s"),
     )
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import math
 
+from smupar.output.colours import rule_colour
 from smupar.paper import fig06
-from smupar.paper.figure import Claim, Figure, Rows, all_of, colour_of, curves, title
+from smupar.paper.figure import Claim, Figure, Rows, all_of, curves, title
 from smupar.study.curves import Line, Panel, Point
 from smupar.study.optima import Curve
 
@@ -27,7 +28,7 @@ def draw(rows: Rows) -> list[Panel]:
     """The best learning rates, and those of exact proportionality. Sparser models are on the right."""
     lines = []
     for rule in _RULES:
-        own, name, colour = curves(rows, rule), title(rule), colour_of(title(rule))
+        own, name, colour = curves(rows, rule), title(rule), rule_colour(title(rule))
         proportional = (Point(_weights(curve), math.log2(own[0].best * _weights(own[0]) / _weights(curve))) for curve in own)
         lines.append(Line(name, tuple(map(_optimum, own)), colour))
         lines.append(Line(f"{name}, if in proportion", tuple(proportional), colour, joined=False, marker="x"))

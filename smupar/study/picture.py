@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from smupar.output.colours import mixed, rule_colour
 from smupar.output.pictures import new_figure, save_figure
 from smupar.study.curves import Line, Panel, interval, octaves, rule_in, y_range
 
 _WIDTH, _HEIGHT, _ROW = 3.15, 2.6, 0.2  # inches: of a panel, of its curves, of each row above them
 _MOST_ROWS = 12
 _MOST_LETTERS = 32  # of a title on one line
-_RULES = {"SP": "#b93a4c", "muP": "#2863a0", "SmuPar": "#1f7a3d"}
 _GREY, _TEXT = "#6b7280", "#1f2430"
 _SEEDS: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 3.2, "alpha": 0.5, "markeredgewidth": 0}
 
@@ -87,7 +87,7 @@ def _has_seeds(panel: Panel) -> bool:
 
 def _draw_title(panel: Panel, axis: Any) -> None:
     text = " ".join(panel.title.split())
-    colour = _RULES.get(panel.rule or rule_in(text), _TEXT)
+    colour = rule_colour(panel.rule or rule_in(text), _TEXT)
     if len(text) > _MOST_LETTERS:
         text = text.replace(": ", ":\n", 1)
     axis.set_title(text, fontsize=10.5, fontweight="bold", loc="left", color=colour)
@@ -195,8 +195,7 @@ def line_colour(line: Line) -> str:
         return "#777777"
     if isinstance(line.colour, str):
         return line.colour
-    stops = [(68, 1, 84), (52, 84, 158), (20, 136, 128), (70, 150, 50), (205, 115, 0)]
+    stops = ["#440154", "#34549e", "#148880", "#469632", "#cd7300"]
     place = min(max(line.colour, 0.0), 1.0) * (len(stops) - 1)
     index = min(int(place), len(stops) - 2)
-    mixed = (a + (b - a) * (place - index) for a, b in zip(stops[index], stops[index + 1], strict=True))
-    return "#" + "".join(f"{round(value):02x}" for value in mixed)
+    return mixed(stops[index], stops[index + 1], place - index)

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 
+from smupar.output.colours import RULE_STYLES, RuleStyle
 from smupar.output.files import write_atomic
 from smupar.output.json_files import parse_json, read_text
 from smupar.output.page.document import Document
@@ -40,7 +41,7 @@ def page(documents: Sequence[Document], *, live: bool = False) -> str:
         "STYLE": _asset("page.css"),
         "DATA": f"{_BEFORE}{embedded(data)}{_AFTER}",
         "PLOTLY": _plotly(),
-        "SCRIPT": "".join(_asset(f"{name}.js") for name in _SCRIPTS),
+        "SCRIPT": f'"use strict";\nconst RULES = {_rules()};\n' + "".join(_asset(f"{name}.js") for name in _SCRIPTS),
     }
     # One pass, so that text in a document is never taken for a placeholder.
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("page.html"))
@@ -70,6 +71,11 @@ def embedded(values: object) -> str:
 @cache
 def _asset(name: str) -> str:
     return (_ASSETS / name).read_text(encoding="utf-8")
+
+
+def _rules() -> str:
+    """The colours and dashes of rules as JSON: light, dark and dash, each by the rule's title."""
+    return embedded({kind: {rule: getattr(style, kind) for rule, style in RULE_STYLES.items()} for kind in RuleStyle._fields})
 
 
 @cache

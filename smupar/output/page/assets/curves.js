@@ -17,7 +17,7 @@ function curveTraces(rows, curves, { label, colourOf, isSmooth }) {
   return rows.filter((row) => (curves[row.id] || []).some(([, loss]) => loss !== null)).map((row) => {
     const points = curves[row.id].filter(([, loss]) => loss !== null && loss !== undefined), colour = colourOf(row);
     const text = points.map(([step, loss, valid]) => [label(row), `step ${number(step)}, loss ${number(loss)}`, valid ? `validation loss ${number(valid)}` : "", `run ${row.id}, ${row.state}`].filter(Boolean).map(plain).join("<br>"));
-    return { type: "scatter", mode: "lines", x: points.map((point) => point[0]), y: isSmooth ? smoothed(points.map((point) => point[1])) : points.map((point) => point[1]), opacity: rows.length > 12 && row.state !== "running" ? 0.75 : 1, customdata: points.map(() => [row.id]), text, hovertemplate: "%{text}<extra></extra>", line: { color: colour, width: row.state === "running" ? 2.2 : 1.4, dash: row.state === "diverged" ? "dot" : "solid" } };
+    return { type: "scatter", mode: "lines", x: points.map((point) => point[0]), y: isSmooth ? smoothed(points.map((point) => point[1])) : points.map((point) => point[1]), opacity: rows.length > 12 && row.state !== "running" ? 0.75 : 1, customdata: points.map(() => [row.id]), text, hovertemplate: "%{text}<extra></extra>", line: { color: colour, width: row.state === "running" ? 2.2 : 1.4, dash: row.state === "diverged" ? "dot" : ruleDash(row.rule) } };
   });
 }
 
