@@ -141,7 +141,7 @@ def test_api_page_has_every_public_name_once():
 def test_command_line_page_has_every_command_and_exit_code():
     text = (ROOT / "docs" / "command-line.md").read_text()
     for command in {name.partition(" ")[0] for name in cli.COMMANDS}:
-        assert f"\nsmupar {command} " in text, command
+        assert re.search(rf"^smupar {command}( |$)", text, re.MULTILINE), command
     for command in filter(cli.answers, cli.COMMANDS):
         assert f"`{command}`" in text.partition("fields of its JSON")[2], command
     for code in {1, 2, 130, 141, *commands.EXIT_CODES.values()}:
