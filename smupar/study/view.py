@@ -119,7 +119,8 @@ class StudyView:
         findings, charts = self._read(waiting)
         rows = self._rows(results, waiting, signs)
         progress = _progress(rows, signs)
-        said = (_unfinished(progress), left_out(self.study), findings.sentence, mixed_decay(findings.results))
+        told = " ".join(findings.doubts) if findings.answers else findings.sentence  # the cards show the rest
+        said = (_unfinished(progress), left_out(self.study), told, mixed_decay(findings.results))
         return {
             "kind": "study",
             "title": self.definition.title,

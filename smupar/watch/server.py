@@ -27,6 +27,7 @@ from smupar.output.json_files import read_object
 from smupar.output.page import page
 from smupar.output.page.document import thinned
 from smupar.plan.settings import refuse
+from smupar.study.live import LIVE
 from smupar.watch.sources import UNREADABLE, Entry, Watched
 
 _TYPES = {
@@ -175,13 +176,30 @@ def _json(values: dict[str, Any]) -> tuple[bytes, str]:
 
 def _state(watched: Watched, entries: Mapping[str, Entry]) -> dict[str, Any]:
     return {
-        "documents": [entry.brief() for entry in entries.values()],
+        "documents": [_line(entry) for entry in entries.values()],
         "waiting": [_waiting(folder) for folder in watched.missing],
     }
 
 
 def _waiting(folder: Path) -> str:
     return f"waiting for {folder} to appear"
+
+
+def _line(entry: Entry) -> dict[str, Any]:
+    """What the list and the overview say about an entry: when it last changed, and how many of its runs have ended."""
+    brief = entry.brief()
+    progress = entry.document()["progress"] if brief["version"] else None
+    kept = {name: progress[name] for name in ("done", "total", "seconds_left")} if progress else None
+    return brief | {"changed": _changed(entry.folder), "progress": kept}
+
+
+def _changed(folder: Path) -> float:
+    """When a folder last changed, or when its processes last gave a sign of life."""
+    times = [0.0]
+    for path in (folder, *(folder / LIVE).glob("*.json")):
+        with contextlib.suppress(OSError):
+            times.append(path.stat().st_mtime)
+    return max(times)
 
 
 def _document(entries: Mapping[str, Entry], query: Query) -> dict[str, Any]:

@@ -45,7 +45,7 @@ def visit(browser):
     """Opens a page and waits until its charts are drawn. Requests that leave the page, and errors in it, fail the test."""
     contexts, wrong = [], []
 
-    def open_page(address, *, width=1280, height=900, dark=False, wait=".chart .plot .main-svg"):
+    def open_page(address, *, width=1280, height=900, dark=False, wait="#documents button, .chart .plot .main-svg"):
         context = browser.new_context(viewport={"width": width, "height": height}, color_scheme="dark" if dark else "light")
         contexts.append(context)
         page = context.new_page()
@@ -72,6 +72,13 @@ def choose(page, name):
     """Shows the document whose folder ends with a name."""
     page.locator("#documents button", has_text=name).first.click()
     page.wait_for_function("name => page.doc && page.doc.folder.endsWith(name)", arg=name)
+    page.wait_for_selector(".chart .plot .main-svg")
+
+
+def explore(page):
+    """Opens the filters, by keyboard."""
+    page.locator(".explore > summary").focus()
+    page.keyboard.press("Enter")
 
 
 def test_study_fills_in_while_it_runs(visit, tmp_path):
@@ -177,6 +184,7 @@ def test_filter_colour_and_sort(visit, served):
     page = visit(served[0].url)
     choose(page, "all")
     assert page.locator("tbody tr").count() == 24
+    explore(page)
     page.locator(".menu[data-field=rule] summary").click()
     page.locator(".menu[data-field=rule] label", has_text="SP").locator("input").uncheck()
     assert page.locator("tbody tr").count() == 12
@@ -191,12 +199,13 @@ def test_filter_colour_and_sort(visit, served):
     page.wait_for_function(
         f"() => {sizes}.every((left) => Math.abs(left) <= 1)"
     )  # the chart fills its frame, which is wider now
-    losses = "[...document.querySelectorAll('tbody tr')].map((row) => Number(row.cells[6].textContent))"
+    at = page.evaluate("[...document.querySelectorAll('thead button')].findIndex((button) => button.id === 'sort-loss')")
+    losses = f"[...document.querySelectorAll('tbody tr')].map((row) => Number(row.cells[{at}].textContent))"
     column = page.locator("th", has=page.locator("#sort-loss"))
     for order, falls in (("ascending", False), ("descending", True)):
         column.get_by_role("button").click()
         assert column.get_attribute("aria-sort") == order
-        shown = page.evaluate(losses.replace("6", str(page.evaluate("page.doc.table.columns.indexOf('loss')"))))
+        shown = page.evaluate(losses)
         assert shown == sorted(shown, reverse=falls)
         assert len(set(shown)) > 3
 
@@ -220,6 +229,7 @@ def test_studies_are_compared(visit, served):
     choose(page, "all")
     key = page.evaluate("page.source.list().find((each) => each.folder.endsWith('part')).key")
     before = page.evaluate("document.querySelectorAll('#charts .plot')[0].data.length")
+    explore(page)
     page.select_option("#compare", key)
     page.wait_for_selector(".comparison")
     assert "SP has moved 4x so far." in page.locator(".comparison").inner_text()
@@ -290,6 +300,7 @@ def test_page_works_from_a_disk(visit, served, tmp_path):
     page.get_by_role("dialog").locator(".plot .main-svg").first.wait_for()
     page.keyboard.press("Escape")
     write_page(tmp_path / "other.html", StudyView(folder / "part").document())
+    explore(page)
     with page.expect_file_chooser() as chooser:
         page.select_option("#compare", "pick")
     chooser.value.set_files(tmp_path / "other.html")
@@ -310,3 +321,56 @@ def test_zoom_survives_new_data(visit, served):
     page.evaluate("draw()")
     assert page.evaluate(ends) == zoomed
     assert zoomed[1] - zoomed[0] < whole[1] - whole[0]
+
+
+def test_overview_leads_to_each_source_and_back(visit, served):
+    page = visit(served[0].url)
+    page.wait_for_selector("#main a >> text=part")
+    page.wait_for_function("() => document.querySelector('#main tbody').innerText.includes('SP has moved 4x so far.')")
+    assert page.locator("#main tbody tr").count() == 3
+    assert "not finished, 19 of 24 runs" in page.locator("#main tbody tr", has_text="part").inner_text()
+    page.locator("#main a", has_text="part").click()
+    page.wait_for_selector(".chart .plot .main-svg")
+    assert page.url.endswith("/part")
+    choose(page, "all")
+    page.go_back()
+    page.wait_for_function("() => page.doc && page.doc.folder.endsWith('part')")
+    page.go_back()
+    page.wait_for_selector("#main a >> text=part")
+
+
+def test_address_keeps_what_readers_chose(visit, served):
+    page = visit(served[0].url)
+    choose(page, "all")
+    explore(page)
+    page.locator(".menu[data-field=rule] summary").click()
+    page.locator(".menu[data-field=rule] label", has_text="SP").locator("input").uncheck()
+    page.keyboard.press("Escape")
+    page.select_option("#colour", "sparsity")
+    assert page.url.endswith("/all?only.rule=SmuPar&colour=sparsity")
+    page.reload()
+    page.wait_for_selector(".chart .plot .main-svg")
+    assert page.locator("tbody tr").count() == 12
+    assert page.input_value("#colour") == "sparsity"
+
+
+def test_first_charts_need_no_scrolling(visit, served):
+    page = visit(served[0].url, width=1400)
+    choose(page, "all")
+    axis = page.locator("#charts .plot").first.locator(".xtitle").bounding_box()
+    assert axis["y"] + axis["height"] < 900
+    assert page.locator("#below .counts").is_visible()
+    choose(page, "part")
+    assert page.locator("#above .counts").is_visible()
+
+
+def test_columns_have_one_format(visit, served):
+    page = visit(served[0].url)
+    choose(page, "all")
+    assert page.locator("thead button").last.inner_text() == "run"
+    form = "([name, values]) => values.map(formatOf(name, values))"
+    assert page.evaluate(form, ["lr", [2**-11, 2**-4, 2]]) == ["2⁻¹¹", "2⁻⁴", "2¹"]
+    assert page.evaluate(form, ["tokens_per_second", [15632, 14418.3, None]]) == ["15,632", "14,418", "\N{EN DASH}"]
+    assert page.evaluate(form, ["seconds", [0.12283, 0.2]]) == ["0.123", "0.200"]
+    assert page.evaluate(form, ["sparsity", [0, 0.75, 0.9375]]) == ["0", "0.7500", "0.9375"]
+    assert page.evaluate(form, ["loss", [3.21801, 2.9]]) == ["3.2180", "2.9000"]

@@ -30,7 +30,7 @@ from smupar.output.page.document import Document
 
 FORMAT = "smupar-page/1"
 _ASSETS = Path(__file__).parent / "assets"
-_SCRIPTS = ("words", "charts", "explore", "curves", "table", "source", "run", "page")  # in this order, as one script
+_SCRIPTS = ("words", "charts", "explore", "curves", "table", "source", "places", "run", "page")  # in this order, as one script
 _BEFORE, _AFTER = '<script id="data" type="application/json">', "</script>"
 
 

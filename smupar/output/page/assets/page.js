@@ -27,29 +27,33 @@ function colourer(table, field) {
 
 function answersOf(doc) {
   if (!doc.answers.length) return null;
+  const isWide = window.matchMedia("(min-width: 641px)").matches; // on a phone the charts come before the small print
   return el("div", { class: "answers" }, doc.answers.map((answer) => {
-    const card = el("div", { class: "answer" }, el("div", { class: "name" }, answer.name), el("div", { class: `value ${answer.tone}` }, answer.value), el("div", { class: "text" }, answer.text));
+    const card = el("details", { class: "answer", open: isWide }, el("summary", {}, el("span", { class: "name" }, answer.name), " ", el("span", { class: `value ${answer.tone}` }, answer.value)), el("div", { class: "text" }, answer.text));
     const mark = ruleColour(answer.rule);
     if (mark) card.style.setProperty("--mark", mark);
     return card;
   }));
 }
 
+/** What stands above the charts, and what below them: all of it once the runs are done; before, the command only if it goes on. */
 function progressOf(doc) {
-  const p = doc.progress, parts = [];
+  const p = doc.progress, counts = [], workers = [], command = [], isDone = !p || !p.total || p.done >= p.total;
+  const idle = !isDone && !p.running && !p.stalled && !p.workers.some((worker) => worker.state === "running");
+  const boxed = (...parts) => (parts.flat().length ? el("div", { class: "progress" }, parts.flat()) : null);
   if (p && p.total) {
     const segment = (kind, count) => { const part = el("span", { class: kind }); part.style.width = `${(100 * count) / p.total}%`; return part; };
     const count = (n, words, warn) => (n ? el("span", { class: warn ? "warn" : "" }, el("b", {}, number(n)), ` ${words}`) : null);
-    parts.push(el("div", { class: "bar", role: "img", "aria-label": `${p.done} of ${p.total} runs have ended` }, segment("done", p.done - p.diverged), segment("diverged", p.diverged), segment("running", p.running), segment("stalled", p.stalled)));
-    parts.push(el("div", { class: "counts" }, el("span", {}, el("b", {}, `${number(p.done)} of ${number(p.total)}`), " runs done"), count(p.running, "running"), count(p.waiting, "waiting"), count(p.diverged, "diverged", true), count(p.stalled, "stalled", true),
-      p.seconds_left ? el("span", {}, "about ", el("b", {}, span(p.seconds_left)), " left") : null, p.tokens_per_second ? el("span", {}, el("b", {}, short(p.tokens_per_second)), " tokens/s") : null));
-    if (p.workers.length) parts.push(el("ul", { class: "workers" }, p.workers.slice(0, 12).map((worker) => el("li", {}, el("span", { class: `state ${worker.state}` }, worker.state), ` on ${worker.device}: ${worker.runs} run${worker.runs === 1 ? "" : "s"} (${worker.name})${worker.state === "running" ? "" : `, last sign of life ${span(Date.now() / 1000 - worker.seen)} ago`}`))));
+    const bar = el("div", { class: "bar", role: "img", "aria-label": `${p.done} of ${p.total} runs have ended` }, segment("done", p.done - p.diverged), segment("diverged", p.diverged), segment("running", p.running), segment("stalled", p.stalled));
+    counts.push(el("div", { class: "line" }, bar, el("div", { class: "counts" }, el("span", {}, el("b", {}, `${number(p.done)} of ${number(p.total)}`), " runs done"), count(p.running, "running"), count(p.waiting, "waiting"), count(p.diverged, "diverged", true), count(p.stalled, "stalled", true),
+      p.seconds_left ? el("span", {}, "about ", el("b", {}, span(p.seconds_left)), " left") : null, p.tokens_per_second ? el("span", {}, el("b", {}, short(p.tokens_per_second)), " tokens/s") : null)));
+    if (p.workers.length) workers.push(el("ul", { class: "workers" }, p.workers.slice(0, 12).map((worker) => el("li", {}, el("span", { class: `state ${worker.state}` }, worker.state), ` on ${worker.device}: ${worker.runs} run${worker.runs === 1 ? "" : "s"} (${worker.name})${worker.state === "running" ? "" : `, last sign of life ${span(Date.now() / 1000 - worker.seen)} ago`}`))));
   }
   if (doc.command) {
-    const idle = p && p.done < p.total && !p.running && !p.stalled && !p.workers.some((worker) => worker.state === "running");
-    parts.push(el("div", { class: "command" }, el("span", { class: "note" }, idle ? "Nothing is running. Go on with" : "Command"), el("code", { tabindex: "0" }, doc.command), el("button", { type: "button", class: "quiet", id: "copy", onclick: (event) => copied(doc.command, event.target) }, "Copy")));
+    command.push(el("div", { class: "command" }, el("span", { class: "note" }, idle ? "Nothing is running. Go on with" : "Command"), el("code", { tabindex: "0" }, doc.command), el("button", { type: "button", class: "quiet", id: "copy", onclick: (event) => copied(doc.command, event.target) }, "Copy")));
   }
-  return parts.length ? el("div", { class: "progress" }, parts) : null;
+  if (isDone) return { above: null, below: boxed(counts, workers, command) };
+  return idle ? { above: boxed(counts, command), below: boxed(workers) } : { above: boxed(counts), below: boxed(workers, command) };
 }
 
 function menuOf(field, chosen, redraw) {
@@ -112,12 +116,14 @@ function comparisonOf(doc, other) {
 
 function build() {
   const main = document.getElementById("main"), parts = {};
-  for (const [id, tag] of [["head", "div"], ["answers", "div"], ["progress", "div"]]) parts[id] = el(tag, { id });
+  for (const [id, tag] of [["head", "div"], ["answers", "div"], ["above", "div"], ["below", "div"]]) parts[id] = el(tag, { id });
   parts.tools = el("div", { class: "tools", role: "group", "aria-label": "What the charts show" });
   parts.grid = el("div", { class: "charts", id: "charts" });
   parts.chartNote = el("p", { class: "note legend" });
   parts.beside = el("div");
-  parts.chartSection = el("section", { "aria-label": "Charts" }, el("div", { class: "heading" }, el("h2", {}, "Charts")), parts.tools, parts.beside, parts.grid, parts.chartNote);
+  const isChanged = Object.keys(changedChoices()).length > 0;
+  parts.explore = el("details", { class: "explore", open: isChanged }, el("summary", {}, "Explore"), parts.tools);
+  parts.chartSection = el("section", { "aria-label": "Charts" }, el("div", { class: "heading" }, el("h2", {}, "Charts"), parts.explore), parts.beside, parts.grid, parts.chartNote);
   parts.curveTools = el("div", { class: "tools" });
   parts.curveNote = el("p", { class: "note" });
   parts.curveGrid = el("div", { class: "charts single" });
@@ -127,7 +133,7 @@ function build() {
   parts.tableTools = el("div", { class: "tools", role: "group", "aria-label": "Which rows the table shows" });
   parts.tableSection = el("section", {}, el("div", { class: "heading" }, parts.tableTitle), parts.tableTools, parts.table);
   parts.details = el("section");
-  main.replaceChildren(parts.head, parts.answers, parts.progress, parts.chartSection, parts.curveSection, parts.tableSection, parts.details);
+  main.replaceChildren(parts.head, parts.answers, parts.above, parts.chartSection, parts.below, parts.curveSection, parts.tableSection, parts.details);
   page.parts = parts; page.toolsMade = ""; page.frames = new Map();
 }
 
@@ -137,8 +143,10 @@ function draw(focus) {
   const doc = page.doc, parts = page.parts, table = tableOf(doc), chosen = choices();
   document.title = `${doc.headline || doc.title} · smupar`;
   refill(parts.head, el("h1", {}, doc.title, el("span", { class: "folder" }, ` · ${doc.folder}`)), el("p", { class: "headline" }, doc.headline), doc.sentence && doc.sentence !== doc.headline ? el("p", { class: "sentence" }, doc.sentence) : null);
-  refill(parts.answers, answersOf(doc));
-  refill(parts.progress, progressOf(doc));
+  const answers = JSON.stringify([theme(), doc.answers]), progress = progressOf(doc);
+  if (parts.answers.dataset.made !== answers) { parts.answers.dataset.made = answers; refill(parts.answers, answersOf(doc)); }
+  refill(parts.above, progress.above);
+  refill(parts.below, progress.below);
   drawTools(doc, table);
   const rows = table ? table.records.filter((row) => passes(row, chosen.filters)) : [];
   drawDocumentCharts(doc, table, rows);
@@ -154,6 +162,7 @@ function draw(focus) {
   const details = JSON.stringify(doc.details);
   if (parts.details.dataset.made !== details) { parts.details.dataset.made = details; refill(parts.details, ...doc.details.map(([title, text]) => el("details", { class: "more" }, el("summary", {}, title), el("pre", {}, text)))); }
   drawDocuments();
+  keepPlace();
 }
 
 /** Tools stay as they are while runs end, so that an open menu stays open; they are made again when the choices change. */
@@ -180,7 +189,7 @@ function drawDocumentCharts(doc, table, rows) {
   const words = (doc.kind === "study" ? "● finished: training loss, mean of the last 5 % of the steps   ○ waiting (at the bottom) or running (at its loss so far)   ✕ diverged   ▲ above the range. Click a point to see its run. " : "") + (charts.some((chart) => chart.lines.some((line) => line.best)) ? "★ best run; hollow at the edge of what was run. " : "") + (charts.some((chart) => chart.marked && hasRows(chart, chart.log_x)) ? "Rows above the curves: the optimum of each curve, the bar in which it lies, and its octaves (factors of two) from the dotted line. " : "") + "Drag to zoom, double-click to go back; arrow keys walk through the points of a chart.";
   parts.chartNote.textContent = charts.length ? words : "";
   parts.chartSection.hidden = !charts.length && doc.kind !== "study";
-  if (!charts.length) { refill(parts.grid, parts.chartSection.hidden ? null : el("p", { class: "empty" }, "There is nothing to draw yet. Points appear here as runs end; if nothing is running, start the command above.")); return; }
+  if (!charts.length) { refill(parts.grid, parts.chartSection.hidden ? null : el("p", { class: "empty" }, "There is nothing to draw yet. Points appear here as runs end; if nothing is running, start the command that this page shows.")); return; }
   if (parts.grid.querySelector(".empty")) parts.grid.replaceChildren();
   const context = { runs: table && isOfRuns(table) ? table.byId : new Map(), otherRuns: (tableOf(other) || { byId: new Map() }).byId, isVisible: (point) => !point.runs.length || point.runs.some((id) => visible.has(id)), logX: chosen.logX, logY: chosen.logY, opens: open };
   drawCharts(parts.grid, charts, other ? other.charts : [], context, page.frames);
@@ -212,16 +221,23 @@ function open(ids) {
 
 function drawDocuments() {
   const listed = page.source.list(), nav = document.getElementById("documents");
-  if (listed.length < 2) { nav.replaceChildren(); return; }
-  nav.replaceChildren(...listed.map((each) => el("button", { type: "button", "aria-current": String(each.key === page.key), title: `${each.title}, ${each.folder}`, onclick: () => show(each.key) }, el("span", { class: `dot${each.is_live ? " live" : ""}` }), each.folder.split("/").filter(Boolean).slice(-2).join("/") || each.title)));
+  if (listed.length < 2) { nav.replaceChildren(); nav.dataset.made = ""; return; }
+  const made = JSON.stringify([page.key, listed.map((each) => [each.key, each.is_live, each.title])]);
+  if (nav.dataset.made === made) return; // so that focus stays
+  nav.dataset.made = made;
+  const overview = listed.length < MANY ? [] : [el("button", { type: "button", "aria-current": String(page.key === OVERVIEW), onclick: () => show(OVERVIEW, true) }, "Overview")];
+  nav.replaceChildren(...overview, ...listed.map((each) => el("button", { type: "button", "aria-current": String(each.key === page.key), title: `${each.title}, ${each.folder}`, onclick: () => show(each.key, true) }, el("span", { class: `dot${each.is_live ? " live" : ""}` }), each.folder.split("/").filter(Boolean).slice(-2).join("/") || each.title)));
+  const current = nav.querySelector("[aria-current=true]");
+  if (current) nav.scrollLeft = current.offsetLeft - nav.offsetLeft - 40;
 }
 
-async function show(key) {
+async function show(key, isPushed = false) {
   const isNew = key !== page.key || !page.parts;
   page.key = key;
+  if (key === OVERVIEW) { page.doc = page.parts = null; drawOverview(); if (isNew) keepPlace(isPushed); return; }
   page.doc = await page.source.document(key);
-  if (isNew) { page.other = null; choices().compare = ""; build(); }
-  keepPlace();
+  if (key !== page.key) return; // another has been chosen meanwhile
+  if (isNew) { page.other = null; choices().compare = ""; build(); keepPlace(isPushed); }
   draw();
   pulse();
 }
@@ -229,7 +245,8 @@ async function show(key) {
 function pulse(lost) {
   const place = document.getElementById("pulse"), doc = page.doc;
   place.className = lost ? "lost" : doc && doc.is_live ? "live" : "";
-  place.textContent = lost ? "the server does not answer; this is what it said last" : !doc ? "" : doc.is_live ? (page.live ? "live" : `running; page of ${new Date(doc.made * 1000).toLocaleTimeString()}`) : `as of ${new Date(doc.made * 1000).toLocaleString()}`;
+  if (page.key === OVERVIEW) { place.textContent = lost ? "the server does not answer" : "live"; place.className = lost ? "lost" : "live"; return; }
+  place.textContent = lost ? "the server does not answer; this is what it said last" : !doc ? "" : doc.is_live ? (page.live ? "live" : `running; page of ${new Date(doc.made * 1000).toLocaleTimeString()}`) : `as of ${new Date(doc.made * 1000).toLocaleString([], { dateStyle: "short", timeStyle: "short" })}`;
 }
 
 // Themes, and what survives a reload
@@ -244,19 +261,30 @@ function setTheme(chosen) {
   if (page.doc && window.Plotly) draw();
 }
 
-function keepPlace() {
-  const fresh = freshChoices(), kept = { ...choices(), filters: Object.fromEntries(Object.entries(choices().filters).map(([name, values]) => [name, [...values]])), compare: "" };
-  const changed = Object.fromEntries(Object.entries(kept).filter(([name, value]) => JSON.stringify(value) !== JSON.stringify(fresh[name])));
-  try { history.replaceState(null, "", "#" + encodeURIComponent(JSON.stringify({ key: page.key, ...changed }))); } catch { /* the page still works */ }
+function changedChoices() {
+  const fresh = freshChoices(), kept = { ...choices(), compare: "" };
+  return Object.fromEntries(Object.entries(kept).filter(([name, value]) => (name === "filters" ? Object.keys(value).length : JSON.stringify(value) !== JSON.stringify(fresh[name]))));
 }
 
+/** The address of what is shown, such as #runs/tune?colour=lr. Going back leads to what was shown before. */
+function keepPlace(isPushed = false) {
+  const address = page.key === OVERVIEW ? "#" : addressOf(page.source.list(), page.key, changedChoices());
+  if (location.hash === address || (address === "#" && !location.hash)) return;
+  try { history[isPushed ? "pushState" : "replaceState"](null, "", address); } catch { /* the page still works */ }
+}
+
+/** The key that the address names, whose choices are set, or undefined. */
 function keptPlace() {
-  try {
-    const { key, ...kept } = JSON.parse(decodeURIComponent(location.hash.slice(1)));
-    kept.filters = Object.fromEntries(Object.entries(kept.filters || {}).map(([name, values]) => [name, new Set(values)]));
-    page.choices.set(key, { ...freshChoices(), ...kept });
-    return key;
-  } catch { return null; }
+  const { key, changed } = placeOf(page.source.list(), location.hash);
+  if (key !== undefined) page.choices.set(key, { ...freshChoices(), ...changed });
+  return key;
+}
+
+function wentBack() {
+  const listed = page.source.list(), key = keptPlace() ?? (location.hash.length > 1 || !listed.length ? undefined : firstShown(listed));
+  if (key === undefined) return;
+  if (key === page.key) { page.parts = null; page.toolsMade = ""; } // the same document with other choices
+  show(key).catch(() => pulse(true));
 }
 
 async function ask() {
@@ -264,8 +292,9 @@ async function ask() {
     const listed = await page.source.refresh();
     if (!listed.length) document.getElementById("main").replaceChildren(...(page.source.waiting.length ? page.source.waiting : ["These folders hold nothing to show yet."]).map((words) => el("p", { class: "empty" }, words)));
     else {
-      const entry = listed.find((each) => each.key === page.key) || listed[0];
-      if (!page.doc || entry.key !== page.key || entry.version !== page.doc.version) await show(entry.key); else { drawDocuments(); pulse(); }
+      const entry = listed.find((each) => each.key === page.key), isOverview = page.key === OVERVIEW;
+      if (isOverview || !entry) await show(isOverview ? OVERVIEW : keptPlace() ?? firstShown(listed));
+      else if (!page.doc || entry.key !== page.key || entry.version !== page.doc.version) await show(entry.key); else { drawDocuments(); pulse(); }
     }
   } catch (error) { if (window.smuparDebug) console.error(error); pulse(true); }
   setTimeout(ask, EVERY);
@@ -282,12 +311,12 @@ async function begin() {
   for (const kind of ["pointerdown", "keydown", "wheel"]) window.addEventListener(kind, () => { page.touched = Date.now(); }, { passive: true });
   document.addEventListener("click", (event) => { for (const menu of document.querySelectorAll(".menu[open]")) if (!menu.contains(event.target)) menu.open = false; });
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") for (const menu of document.querySelectorAll(".menu[open]")) { menu.open = false; menu.firstChild.focus(); } });
-  const first = keptPlace();
   if (data.live) document.getElementById("main").replaceChildren(el("p", { class: "empty" }, "Reading the folders…"));
   try { await unpackPlotly(); } catch { document.getElementById("main").replaceChildren(el("p", { class: "empty" }, "This browser is too old for this page: it cannot unpack gzip (DecompressionStream).")); return; }
-  if (data.live) { page.source = new ServedSource(); page.key = first; await ask(); return; }
+  if (data.live) { page.source = new ServedSource(); window.addEventListener("popstate", wentBack); await ask(); return; }
   page.source = new OwnSource(data.documents);
-  await show(data.documents[Number(first)] ? first : "0");
+  window.addEventListener("popstate", wentBack);
+  await show(keptPlace() ?? "0");
   if (page.doc.is_live) setInterval(() => { if (document.visibilityState === "visible" && !document.getElementById("run").open && Date.now() - page.touched > 4000) { keepPlace(); location.reload(); } }, RELOAD);
 }
 
