@@ -30,7 +30,8 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: i
     above = max(_num_optima(panel) for panel in panels)
     many = not above and max(map(_num_keys, panels)) > 4  # a legend inside would cover the lines, so it goes beside the panels
     height = _HEIGHT + 0.75 + _ROW * above
-    figure = new_figure(figsize=(_WIDTH * columns + (2.6 if many else 0.9), height * num_rows), layout="constrained")
+    beside = 2.6 if many or (above and columns == 1) else 0.9  # one panel is narrower than its title and the legend below it
+    figure = new_figure(figsize=(_WIDTH * columns + beside, height * num_rows), layout="constrained")
     places = _places(figure, len(panels), num_rows, columns, above)
     labels = [_labels(panel) for panel in panels]
     for number, (panel, (top, axis)) in enumerate(zip(panels, places, strict=True)):
