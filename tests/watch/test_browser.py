@@ -404,6 +404,6 @@ def test_check_shows_the_slopes_that_do_not_pass_and_one_legend(visit, tmp_path)
     write_page(tmp_path / "check.html", document)
     page = visit((tmp_path / "check.html").as_uri())
     assert page.locator(".keys li").all_inner_texts() == ["step 1"]
-    assert page.locator("tbody tr").all_inner_texts() == ["fail\t0.50", "drift\t0.10"]
+    assert page.locator("tbody tr").all_inner_texts() == ["fail\t0.500", "drift\t0.100"]
     page.click("#all-slopes")
     assert page.locator("tbody tr").count() == 3

@@ -45,7 +45,7 @@ function cellOf(row, name, opens, format) {
   return format(row[name]);
 }
 
-const DIGITS = { loss: 5, valid_loss: 5, tokens_per_second: 3, seconds: 3 }; // of what was measured; settings are exact, to four digits
+const DIGITS = { loss: 5, valid_loss: 5, tokens_per_second: 3, seconds: 3, slope: 3, half_interval: 2 }; // of what was measured; settings are exact, to four digits
 
 /** One format for all numbers of a column: powers of two as the charts write them, or the same number of decimals. */
 function formatOf(name, values) {
