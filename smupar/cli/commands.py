@@ -245,24 +245,25 @@ def train(
     code = EXIT_CODES[summary.status]
     if int(os.environ.get("RANK", 0)) > 0:
         return Reply((), code=code)
-    return Reply([_ending(summary, run)], {**asdict(summary), "config": asdict(run)}, code)
+    return Reply(_ending(summary, run), {**asdict(summary), "config": asdict(run)}, code)
 
 
-def _ending(summary: Summary, config: RunConfig) -> Told:
+def _ending(summary: Summary, config: RunConfig) -> list[Told]:
     if summary.status in ("interrupted", "terminated"):
         done = f"and saved at step {summary.steps} of {config.steps}: run the same command to resume"
-        return Told(done, summary.status, "unclear")
+        return [Told(done, summary.status, "unclear")]
     if summary.status == "diverged":
         text = (
             f"the loss became NaN or infinite at step {summary.steps}, base LR {config.lr:g}: lower --lr, or set --clip; the "
             f"run is recorded in {summary.folder}"
         )
-        return Told(text, "diverged:", "bad")
-    return Told(
-        f"train loss {summary.train_loss:.3f}, validation loss {summary.valid_loss:.3f} nats per token at "
-        f"{summary.sparsity:.1%} sparsity, rule {config.rule}, base LR {config.lr:g}; {summary.seconds:.0f} s; "
-        f"sample from it: smupar generate {shlex.quote(summary.folder)}"
-    )
+        return [Told(text, "diverged:", "bad")]
+    losses = f"train loss {summary.train_loss:.3f}, validation loss {summary.valid_loss:.3f}"
+    return [
+        Told(f"{losses} nats per token, {summary.seconds:.0f} s"),
+        Told(f"rule {config.rule}, {summary.sparsity:.1%} sparsity, base LR {config.lr:g}"),
+        Told(f"sample from it: smupar generate {shlex.quote(summary.folder)}"),
+    ]
 
 
 def request_of(typed: Typed, preset: str = "demo", hps: str | None = None) -> Request:

@@ -97,6 +97,8 @@ def test_dry_run_counts_what_is_done(command, in_folder):
 def test_quiet_command_says_its_answer_and_warnings_only(command, in_folder):
     done = command(*f"train {SIZE} --out run --quiet".split())
     assert done.stdout.startswith("train loss ")
+    assert done.stdout.endswith("\nsample from it: smupar generate run\n")
+    assert max(map(len, done.stdout.splitlines())) <= 80
     assert done.stderr == ""
     assert "training in" in command(*f"train {SIZE} --seed 1 --out two".split()).stderr
 

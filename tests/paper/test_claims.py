@@ -14,7 +14,7 @@ from smupar.lm.config.presets import TABLE_3
 from smupar.paper import fig05 as fig05_module
 from smupar.paper import fig12 as fig12_module
 from smupar.paper import publish, tab02, tab03
-from smupar.paper.figure import RULES, USUAL_SPREAD, Claim, all_of, curves
+from smupar.paper.figure import RULES, USUAL_SPREAD, Claim, all_of, curves, is_stable
 from smupar.paper.reproduce import FIGURES, figure
 from smupar.paper.settings import Scale
 from smupar.study.optima import Curve, farthest_move
@@ -53,6 +53,14 @@ def test_figure_6_holds_where_smupar_stays_and_the_others_move():
     assert fig01.claim([row for row in rows if row.config.rule != "mup" or row.config.sparsity == 0]).holds
     assert fig08.claim(rows).holds
     assert len(fig06.draw(rows)) == 3
+
+
+def test_move_that_ends_at_the_edge_of_the_grid_cannot_tell_whether_the_best_value_stays():
+    top = math.log2(max(run.lr for run in fig06.runs(CPU)))
+    at_edge = lambda run: top - 0.75 if run.sparsity == 0 else top - 0.1  # noqa: E731
+    assert is_stable(parabolas(fig06.runs(CPU), at_edge)).holds is None
+    assert is_stable(parabolas(fig06.runs(CPU), lambda run: at_edge(run) - 2)).holds
+    assert is_stable(parabolas(fig06.runs(CPU), lambda run: top - 3 if run.sparsity == 0 else top)).holds is False
 
 
 def test_figure_6_fails_where_another_is_better_at_its_dense_tuned_rate():
