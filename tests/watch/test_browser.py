@@ -329,6 +329,12 @@ def test_overview_leads_to_each_source_and_back(visit, served):
     page.wait_for_function("() => document.querySelector('#main tbody').innerText.includes('SP has moved 4x so far.')")
     assert page.locator("#main tbody tr").count() == 3
     assert "not finished, 19 of 24 runs" in page.locator("#main tbody tr", has_text="part").inner_text()
+    listed = [
+        {"key": key, "is_live": key == "live", "changed": at, "folder": f"runs/{key}"}
+        for key, at in (("old", 1), ("new", 3), ("live", 2))
+    ]
+    assert page.evaluate("(listed) => inOrder(listed).map((each) => each.key)", listed) == ["live", "new", "old"]
+    assert page.evaluate("(listed) => [firstShown(listed), firstShown(listed.slice(0, 2))]", listed) == ["", "new"]
     page.locator("#main a", has_text="part").click()
     page.wait_for_selector(".chart .plot .main-svg")
     assert page.url.endswith("/part")
