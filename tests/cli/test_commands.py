@@ -53,8 +53,10 @@ def test_train_reports_the_loss_after_the_plan(command):
     done = command("train", "--width", "64", "--depth", "1", "--steps", "3", "--seq-len", "16", "--sparsity", "0.5")
     assert done.returncode == 0, done.stderr
     assert "hidden     5        47,104   0.5" in done.stderr
-    (line,) = done.stdout.splitlines()
-    assert "validation loss" in line
+    losses, run, advice = done.stdout.splitlines()
+    assert "validation loss" in losses
+    assert run.startswith("rule smupar, 50.0% sparsity")
+    assert advice.startswith("sample from it: smupar generate ")
     full = command("train", "--width", "64", "--depth", "1", "--steps", "2", "--seq-len", "16", "--sparsity", "0.5", "--full")
     assert "blocks.0.mlp.down.weight" in full.stderr
 
@@ -73,7 +75,7 @@ def test_bad_input_exits_with_2_and_one_line(command):
 def test_pattern_that_fixes_the_density_needs_no_sparsity(command):
     done = command("train", "--pattern", "2:4", "--width", "64", "--depth", "1", "--steps", "2", "--seq-len", "16")
     assert done.returncode == 0, done.stderr
-    assert "at 50.0% sparsity" in done.stdout
+    assert "rule smupar, 50.0% sparsity" in done.stdout
 
 
 def test_check_without_matplotlib_still_gives_its_verdict(tmp_path):
