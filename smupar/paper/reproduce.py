@@ -7,6 +7,7 @@ model only once.
 from __future__ import annotations
 
 import json
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -30,7 +31,7 @@ from smupar.output.pictures import missing_pictures
 from smupar.output.terminal import say
 from smupar.paper.figure import Claim, Figure, Place
 from smupar.paper.published import restore
-from smupar.paper.settings import Scale, ScaleName
+from smupar.paper.settings import CLIP, WEIGHT_DECAY, Scale, ScaleName
 from smupar.study.config import EngineConfig
 from smupar.study.curves import chart_of
 from smupar.study.definition import Stage, StudyDefinition, with_more_seeds
@@ -42,6 +43,8 @@ from smupar.study.store import Result, Study, row_of, write_rows
 from smupar.study.sweep import study_of_runs
 from smupar.study.view import result_rows, table_of
 
+DEFAULT_OUT = "runs/reproduce"
+EVERY = "all"  # what the command calls all figures
 MADE_ON = "made-on.json"  # the device and versions of a measurement without runs
 FIGURES = (
     *("tab01", "fig01", "fig03", "fig05", "fig06", "fig07", "fig08", "fig09", "fig10", "fig11", "fig12", "fig13", "fig14"),
@@ -185,7 +188,6 @@ def reproduce(
 def _document(name: str, fig: Figure, claim: Claim, place: Place, rows: Sequence[Result], measured: Any) -> Document:
     """The page of a figure: the parts of the claim, the charts and the runs."""
     scale = place.scale
-    data = "" if scale.data == STANDARD_LIBRARY else f" --data {scale.data}"
     text = place.folder / "table.txt"
     return {
         "kind": "reproduction",
@@ -197,7 +199,7 @@ def _document(name: str, fig: Figure, claim: Claim, place: Place, rows: Sequence
         "table": table_of(result_rows(rows)),
         "progress": None,
         "curves": {},
-        "command": f"smupar reproduce {name} --scale {scale.name}{data}",
+        "command": _command(name, scale, _out(place)),
         "folder": str(place.folder),
         "details": [("Table", text.read_text(encoding="utf-8"))] if text.exists() else [],
         "is_live": False,
@@ -228,14 +230,14 @@ def _trained(name: str, fig: Figure, stages: Sequence[Stage], place: Place, how:
         _refuse_device(name, scale, every, pick_device(how.device), asked=how.device != "auto")
     if fig.prepare:
         fig.prepare(place.data_dir)
-    definition, command = _definition(stages, scale), _command(scale)
+    definition, command = _definition(stages, scale), _command(EVERY, scale, _out(place))
     with run_study(place.runs.parent, definition, command, how, keeps_weights=fig.keeps_weights) as (study, configs):
         return study.results(configs), study.files(configs), 0
 
 
 def _ended(fig: Figure, stages: Sequence[Stage], place: Place) -> _Ended:
     """The results of the runs of a figure that have ended."""
-    stored, command = _definition(stages, place.scale).stored, _command(place.scale)
+    stored, command = _definition(stages, place.scale).stored, _command(EVERY, place.scale, _out(place))
     configs: list[RunConfig] = []
     with Study.open(place.runs.parent, stored, command, keeps_weights=fig.keeps_weights) as study:
         try:
@@ -278,8 +280,23 @@ def _definition(stages: Sequence[Stage], scale: Scale) -> StudyDefinition:
     return study_of_runs({"kind": "reproduce", "scale": scale.name, "data": scale.data}, stages, axes={})
 
 
-def _command(scale: Scale) -> str:
-    return f"smupar reproduce --scale {scale.name}"
+def _command(name: str, scale: Scale, out: Path) -> str:
+    """The command that makes or continues a figure, or the study that all figures share, in the same folder."""
+    parts = ["smupar reproduce", name, f"--scale {scale.name}"]
+    if scale.data != STANDARD_LIBRARY:
+        parts.append(f"--data {shlex.quote(scale.data)}")
+    if scale.weight_decay != WEIGHT_DECAY:
+        parts.append(f"--weight-decay {scale.weight_decay:g}")
+    if scale.clip != CLIP:
+        parts.append(f"--clip {scale.clip or 0:g}")
+    if out != Path(DEFAULT_OUT):
+        parts.append(f"--out {shlex.quote(str(out))}")
+    return " ".join(parts)
+
+
+def _out(place: Place) -> Path:
+    """The folder that holds a folder for each scale, and in it the runs."""
+    return place.runs.parents[2]
 
 
 def _refuse_device(name: str, scale: Scale, configs: Sequence[RunConfig], device: torch.device, *, asked: bool) -> None:
@@ -319,8 +336,7 @@ def dry_run(name: str, scale: Scale, how: EngineConfig, *, out: str) -> FigureCo
     if not fig.runs:
         what = fig.what(scale) if fig.what else "nothing is trained"
         return FigureCost(name, what, {}, {"figure": name, "runs": 0, "what": what})
-    data = "" if scale.data == STANDARD_LIBRARY else f" --data {scale.data}"
-    command = f"smupar reproduce {name} --scale {scale.name}{data}"
+    command = _command(name, scale, Path(out))
     if scale.name == "cpu" and how.engine != "ray":
         expected = forecast(
             Path(out) / scale.folder / "study", _definition(_stages(fig, fig.runs(scale), scale, None), scale), how

@@ -14,6 +14,7 @@ from smupar.lm.config.presets import TABLE_3
 from smupar.lm.config.run import ModelConfig, RunConfig
 from smupar.lm.model.gpt import plan_on_meta
 from smupar.lm.use.export import export
+from smupar.output.page import read_page
 from smupar.paper import publish, tab02
 from smupar.paper.fig14 import WITH_ABLATIONS
 from smupar.paper.figure import Place, curve
@@ -164,6 +165,8 @@ def test_figure_is_drawn_from_the_runs_that_are_there(tmp_path):
     }
     assert done.verdict == "HOLDS"
     assert done.values["text"].startswith("SP's best learning rate moves 1x")
+    document = read_page(done.folder / "report.html")
+    assert document["command"] == f"smupar reproduce fig11 --scale cpu --out {tmp_path}"
     with Study.open(tmp_path / "cpu" / "study", {"kind": "reproduce", "scale": "cpu", "data": "stdlib"}, "") as study:
         study.remember("trace", "proxy.json", "abc")
         assert study.files([replace(done.rows[0].config, follow="runs/proxy.json")]) == {
