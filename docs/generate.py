@@ -11,10 +11,10 @@ from typing import get_type_hints
 
 import smupar
 from smupar import rules
-from smupar.plan.layers import IMAGES, LAYERS
+from smupar.plan.facts.layers import IMAGES, LAYERS
+from smupar.plan.facts.optimizers import FAMILIES, OPTIMIZERS
 from smupar.plan.make import DEFAULTS, Settings
-from smupar.plan.optimizers import FAMILIES, OPTIMIZERS
-from smupar.plan.role_table import ASK, DOUBTS, ROLE_TABLE, Case
+from smupar.plan.roles.table import ASK, DOUBTS, ROLE_TABLE, Case
 
 DOCS = Path(__file__).parent
 END = "<!-- end of the table -->"

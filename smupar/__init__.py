@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from smupar.model.parameterize import attach, parameterize
     from smupar.optim.groups import param_groups
     from smupar.optim.guard import LRRatioWarning, guard
-    from smupar.plan.allocations import er, erk, uniform
-    from smupar.plan.layers import register_layer
+    from smupar.plan.facts.layers import register_layer
     from smupar.plan.make import make_plan
+    from smupar.plan.masks.allocations import er, erk, uniform
     from smupar.plan.plan import Plan, PlanWarning
     from smupar.updates.meter import UpdatesWarning, follow_updates, record_updates
     from smupar.updates.observation import Observation
@@ -39,10 +39,10 @@ _WHERE = {
     "make_plan": "plan.make",
     "Plan": "plan.plan",
     "PlanWarning": "plan.plan",
-    "register_layer": "plan.layers",
-    "uniform": "plan.allocations",
-    "er": "plan.allocations",
-    "erk": "plan.allocations",
+    "register_layer": "plan.facts.layers",
+    "uniform": "plan.masks.allocations",
+    "er": "plan.masks.allocations",
+    "erk": "plan.masks.allocations",
     "param_groups": "optim.groups",
     "guard": "optim.guard",
     "LRRatioWarning": "optim.guard",

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from smupar import rules
-from smupar.plan import optimizers
+from smupar.plan.facts import optimizers
 
 # Fractional on purpose (1088 / 256), and all different, so that no entry can be right by using another multiplier.
 M_IN, M_OUT, M_RHO = Fraction(17, 4), Fraction(21, 5), Fraction(1, 16)

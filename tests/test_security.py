@@ -19,7 +19,7 @@ from smupar.lm.data.tokenizer import load_tokenizer
 from smupar.lm.use.load import load_model
 from smupar.lm.use.score import read_requests
 from smupar.output.json_files import SEAL
-from smupar.plan.patterns import read_masks
+from smupar.plan.masks.patterns import read_masks
 from smupar.plan.plan import Plan
 from smupar.study.store import Study
 from smupar.study.tune import read_hps

@@ -23,8 +23,8 @@ from smupar.model.seam import optimizers
 from smupar.model.sharding import is_sharded, whole
 from smupar.model.weights import ModelWeight, weight_of
 from smupar.optim.guard import guard, num_steps, ratio_problem, wrong_groups
-from smupar.plan.layers import is_plain_lookup, kind_of, padding_row
-from smupar.plan.optimizers import FAMILIES, OPTIMIZERS, OptimizerFacts, facts_of, family_of, name_of
+from smupar.plan.facts.layers import is_plain_lookup, kind_of, padding_row
+from smupar.plan.facts.optimizers import FAMILIES, OPTIMIZERS, OptimizerFacts, facts_of, family_of, name_of
 from smupar.plan.plan import Plan, PlanRow, PlanWarning
 from smupar.plan.reminders import shows_scale
 

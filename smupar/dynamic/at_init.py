@@ -12,7 +12,7 @@ from smupar.dynamic.policies import POOLS, num_kept, ranked
 from smupar.model.parameterize import unwrapped
 from smupar.model.sharding import whole
 from smupar.model.weights import ModelWeight, hidden_weights
-from smupar.plan.allocations import Allocation, allocate
+from smupar.plan.masks.allocations import Allocation, allocate
 from smupar.plan.plan import Plan
 from smupar.plan.settings import choice, refuse
 

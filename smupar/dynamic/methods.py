@@ -14,7 +14,7 @@ from torch import nn
 
 from smupar.dynamic.policies import DropAndGrow, MaskGoal, MoveSchedule, Pruning, Rounds, pruning_goal
 from smupar.dynamic.sparsifiers import Sparsifier
-from smupar.plan.allocations import Allocation
+from smupar.plan.masks.allocations import Allocation
 from smupar.plan.plan import Plan
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from smupar.model.weights import Weight
-from smupar.plan.allocations import Allocation, allocate, round_half_up
+from smupar.plan.masks.allocations import Allocation, allocate, round_half_up
 from smupar.plan.plan import Plan, PlanRow
 from smupar.plan.settings import choice, refuse
 from smupar.rules import get_rule

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from smupar.model.compressed import MaskChange
 from smupar.model.seam import Step, seam_of
 from smupar.model.weights import ModelWeight, Weight, hidden_weights
-from smupar.plan.optimizers import facts_of, name_of
+from smupar.plan.facts.optimizers import facts_of, name_of
 from smupar.plan.plan import Plan
 from smupar.plan.settings import refuse
 

@@ -25,8 +25,8 @@ from smupar.model.seam import Step, optimizers, seam_of
 from smupar.model.sharding import local, num_ranks
 from smupar.model.weights import ModelWeight, Weight, hidden_weights, weight_of
 from smupar.optim.layer_rates import group_of_weight, layer_rates
-from smupar.plan.layers import has_running_statistics
-from smupar.plan.optimizers import facts_of, family_of
+from smupar.plan.facts.layers import has_running_statistics
+from smupar.plan.facts.optimizers import facts_of, family_of
 from smupar.plan.plan import PlanWarning
 from smupar.plan.settings import UNSTRUCTURED, refuse
 

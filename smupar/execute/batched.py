@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from smupar.execute.products import fast_products
-from smupar.plan.optimizers import MUON_COEFFICIENTS, MUON_EPS, MUON_STEPS, OptimizerFacts
-from smupar.plan.parameters import parent_path
+from smupar.plan.facts.optimizers import MUON_COEFFICIENTS, MUON_EPS, MUON_STEPS, OptimizerFacts
+from smupar.plan.roles.parameters import parent_path
 
 LossFn = Callable[[nn.Module, Any], Tensor]
 Tensors = dict[str, Tensor]

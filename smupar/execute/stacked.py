@@ -21,8 +21,8 @@ from smupar.model.parameterize import add_missing_factors
 from smupar.model.weights import StackedWeight, weight_of
 from smupar.optim.groups import groups_by_optimizer
 from smupar.optim.layer_rates import measured_or_corrected
-from smupar.plan.layers import draws_random_numbers, has_running_statistics
-from smupar.plan.optimizers import facts_for_role, family_of, names_with
+from smupar.plan.facts.layers import draws_random_numbers, has_running_statistics
+from smupar.plan.facts.optimizers import facts_for_role, family_of, names_with
 from smupar.plan.plan import Plan
 from smupar.plan.settings import refuse
 

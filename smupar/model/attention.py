@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from smupar.model.queries import Queries, acts, find_queries
-from smupar.plan.attention import AttentionChange, FoundAttention, find_attentions
-from smupar.plan.disguise import set_multiplier
-from smupar.plan.evidence import Note
+from smupar.plan.notes import Note
 from smupar.plan.plan import Plan, PlanWarning
 from smupar.plan.reminders import is_scaled
+from smupar.plan.scales.attention import AttentionChange, FoundAttention, find_attentions
+from smupar.plan.scales.multipliers import set_multiplier
 from smupar.rules import SP
 
 QUERY_FACTOR = "smupar_query_factor"

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from smupar.model.sharding import like, zero_off_mask
-from smupar.plan.layers import kind_of, padding_row
-from smupar.plan.patterns import generator
+from smupar.plan.facts.layers import kind_of, padding_row
+from smupar.plan.masks.patterns import generator
 from smupar.plan.plan import Plan, PlanRow
 from smupar.plan.settings import refuse
 

@@ -33,13 +33,13 @@ from smupar.model.relayout import watch_optimizers
 from smupar.model.seam import Step, on_every_step, optimizers, seam_of
 from smupar.model.sharding import is_sharded, zero_off_mask
 from smupar.model.weights import hidden_weights, weight_of
-from smupar.plan.disguise import set_multiplier
-from smupar.plan.layers import kind_of
+from smupar.plan.facts.layers import kind_of
+from smupar.plan.facts.optimizers import facts_of
 from smupar.plan.make import MaskSetting, Settings, cautions, planned, warn
-from smupar.plan.optimizers import facts_of
-from smupar.plan.parameters import parent_path
-from smupar.plan.patterns import read_masks
+from smupar.plan.masks.patterns import read_masks
 from smupar.plan.plan import Plan, PlanWarning
+from smupar.plan.roles.parameters import parent_path
+from smupar.plan.scales.multipliers import set_multiplier
 from smupar.plan.settings import refuse
 
 FACTOR, BRANCH = "smupar_factor", "smupar_branch"

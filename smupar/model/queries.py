@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from smupar.plan.attention import FoundAttention
-from smupar.plan.disguise import set_multiplier
+from smupar.plan.scales.attention import FoundAttention
+from smupar.plan.scales.multipliers import set_multiplier
 
 _SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)

@@ -28,9 +28,9 @@ from smupar.model.compressed import MaskChange, SparseLinear
 from smupar.model.csr import MASK
 from smupar.model.gradients import DenseGradient, gradient_mask, mask_gradient
 from smupar.model.sharding import is_sharded, like, local, num_ranks, sharded_like, whole, zero_off_mask
-from smupar.plan.layers import IMAGES, kind_of
-from smupar.plan.parameters import parent_path
+from smupar.plan.facts.layers import IMAGES, kind_of
 from smupar.plan.plan import Plan
+from smupar.plan.roles.parameters import parent_path
 from smupar.plan.settings import refuse
 
 ONLY = (0,)  # the only model of a weight that is not stacked

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from smupar.model.parameterize import attach, check_parameterized, unwrapped
-from smupar.plan.optimizers import OptimizerFacts, decouples_decay, facts_of, family_of, has_adamw_beside
+from smupar.plan.facts.optimizers import OptimizerFacts, decouples_decay, facts_of, family_of, has_adamw_beside
 from smupar.plan.plan import Plan, PlanRow, PlanWarning
 from smupar.plan.settings import choice, match_globs, refuse
 from smupar.rules import DECAYED

@@ -1,11 +1,13 @@
 """Makes a plan from Table 1, a model and densities. Nothing here changes a model.
 
-layers, parameters, neighbours  what a model's parameters are
-role_table, roles               which row of Table 1 each parameter belongs to
-patterns, allocations           which weights are kept, and how many in each layer
-sparsity                        the density that each weight ends up with
-optimizers                      what is known about optimizers
-attention, disguise, values     what follows the width besides shapes: attention scales, numbers, initial values
-make, plan, reminders           ``make_plan``, the plan, and reminders of what only the user can set
-settings                        checks of settings: choices, and values by parameter name
+make, plan, summary    ``make_plan``, the plan, and the plan in a few lines
+reminders              what only the user can set, because no hook reaches it
+values                 what the model's initial values tell
+masks                  which weights are kept, and how many in each layer
+roles                  which row of Table 1 each parameter belongs to
+depth                  which layers of model and base correspond; residual branches
+forward                one forward pass, and how it uses each parameter
+scales                 what follows the width besides shapes: attention scales, numbers of the model's own
+facts                  what is known about layers and optimizers
+notes, settings        remarks on a plan; checks of settings: choices, and values by parameter name
 """

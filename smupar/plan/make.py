@@ -16,20 +16,21 @@ from typing import TypedDict, Unpack
 
 from torch import Tensor, nn
 
-from smupar.plan.allocations import Allocation, as_density, uniform
-from smupar.plan.attention import named_like_attention
-from smupar.plan.branches import branch_factors, own_init, refuse_scaled_twice
-from smupar.plan.depth import Correspondence, correspond
-from smupar.plan.disguise import Multiplier, chosen, find_multipliers, in_sums
-from smupar.plan.evidence import NORMED_OUTPUT, Evidence, Note, without_scores
-from smupar.plan.forward import Example
-from smupar.plan.neighbours import RoleSetting
-from smupar.plan.patterns import parse_pattern, read_masks
+from smupar.plan.depth.branches import branch_factors, own_init, refuse_scaled_twice
+from smupar.plan.depth.correspondence import Correspondence, correspond
+from smupar.plan.forward.run import Example
+from smupar.plan.masks.allocations import Allocation, as_density, uniform
+from smupar.plan.masks.patterns import parse_pattern, read_masks
+from smupar.plan.masks.sparsity import DensitySetting, Sparsity, make_sparse
+from smupar.plan.notes import Note
 from smupar.plan.plan import Plan, PlanRow, PlanWarning
 from smupar.plan.reminders import make_reminders
-from smupar.plan.roles import FROZEN, GUESSED, ParamRole, infer_roles
+from smupar.plan.roles.evidence import NORMED_OUTPUT, Evidence, without_scores
+from smupar.plan.roles.infer import FROZEN, GUESSED, ParamRole, infer_roles
+from smupar.plan.roles.neighbours import RoleSetting
+from smupar.plan.scales.attention import named_like_attention
+from smupar.plan.scales.multipliers import Multiplier, chosen, find_multipliers, in_sums
 from smupar.plan.settings import layer_glob, match_globs, refuse
-from smupar.plan.sparsity import DensitySetting, Sparsity, make_sparse
 from smupar.plan.values import all_zero, kept_factors
 from smupar.rules import SP, DepthRule, Rule, depth_factor, get_depth_rule, get_rule, two_terms
 

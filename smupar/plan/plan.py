@@ -18,12 +18,12 @@ from torch import Tensor
 
 from smupar.output.json_files import DamagedFileError, as_record, parse_object, sealed_json
 from smupar.output.tables import aligned
-from smupar.plan.attention import AttentionChange
-from smupar.plan.disguise import Multiplier
-from smupar.plan.evidence import Note
-from smupar.plan.parameters import parent_path
-from smupar.plan.patterns import parse_pattern
+from smupar.plan.masks.patterns import parse_pattern
+from smupar.plan.notes import Note
 from smupar.plan.reminders import REMINDERS
+from smupar.plan.roles.parameters import parent_path
+from smupar.plan.scales.attention import AttentionChange
+from smupar.plan.scales.multipliers import Multiplier
 from smupar.plan.settings import layer_glob, refuse
 from smupar.rules import get_rule
 

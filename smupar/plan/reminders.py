@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from torch import nn
 
-from smupar.plan.attention import FoundAttention, find_attentions, named_like_attention
-from smupar.plan.disguise import Multiplier
-from smupar.plan.roles import ParamRole
+from smupar.plan.roles.infer import ParamRole
+from smupar.plan.scales.attention import FoundAttention, find_attentions, named_like_attention
+from smupar.plan.scales.multipliers import Multiplier
 from smupar.rules import Rule
 
 REMINDERS = ("attention_scale", "output_factor", "input_factor", "multipliers")  # the names that ``Plan.settle`` takes

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from smupar.plan.evidence import Note
-from smupar.plan.roles import ORIGINAL, ParamRole
+from smupar.plan.notes import Note
+from smupar.plan.roles.infer import ORIGINAL, ParamRole
 
 # Powers of the width that an initial size may follow, the likeliest first. Other powers are reported, not corrected.
 _EXPONENTS = (0.5, 1.0, -0.5, -1.0)

@@ -31,7 +31,7 @@ from smupar.lm.run.stack import GPTStack, fastest_attention, stack_key
 from smupar.lm.run.train import train
 from smupar.output.progress import Display, waiting
 from smupar.output.terminal import say
-from smupar.plan.optimizers import family_of
+from smupar.plan.facts.optimizers import family_of
 from smupar.plan.plan import PlanWarning
 from smupar.study.config import EngineConfig, EngineName
 from smupar.study.definition import Stage, StudyDefinition

@@ -18,9 +18,9 @@ from smupar.model.seam import Step, optimizers, seam_of
 from smupar.model.sharding import num_ranks
 from smupar.model.weights import hidden_weights
 from smupar.optim.layer_rates import group_of_weight, layer_rates
-from smupar.plan.optimizers import decouples_decay, name_of
-from smupar.plan.parameters import parent_path
+from smupar.plan.facts.optimizers import decouples_decay, name_of
 from smupar.plan.plan import Plan
+from smupar.plan.roles.parameters import parent_path
 from smupar.plan.settings import refuse
 from smupar.rules import DEPTH_MUP
 from smupar.updates.probe import LayerProbe, exact, refuse_measured, remove_copied_probes

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from smupar.execute.stacked import Stack
 from smupar.model.sharding import local, num_ranks
 from smupar.model.weights import ModelWeight, Weight
-from smupar.plan.optimizers import decouples_decay
+from smupar.plan.facts.optimizers import decouples_decay
 from smupar.plan.plan import Plan
 from smupar.updates.entropy import AttentionWatch
 from smupar.updates.meter import Meter, UpdatesWarning, decayed_share

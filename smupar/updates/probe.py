@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from smupar.model.sharding import local
 from smupar.model.weights import ModelWeight, Weight, weight_of
-from smupar.plan.layers import IMAGES, kind_of
+from smupar.plan.facts.layers import IMAGES, kind_of
 from smupar.plan.plan import Plan
 from smupar.plan.settings import refuse
 

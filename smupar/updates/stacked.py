@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from smupar.execute.stacked import Stack
-from smupar.plan.optimizers import decouples_decay, family_of
+from smupar.plan.facts.optimizers import decouples_decay, family_of
 from smupar.plan.plan import Plan
 from smupar.updates.law import EFFECT, Law
 from smupar.updates.sizes import sizes_of

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from smupar.execute import batched, products
-from smupar.plan.optimizers import facts_of
+from smupar.plan.facts.optimizers import facts_of
 
 
 @pytest.fixture

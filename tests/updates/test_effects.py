@@ -7,7 +7,7 @@ from lion_pytorch import Lion
 from torch import nn
 
 import smupar
-from smupar.plan.optimizers import family_of
+from smupar.plan.facts.optimizers import family_of
 from smupar.updates.meter import UpdatesWarning
 from smupar.updates.probe import NUM_TOKENS, some_rows
 from smupar.updates.trace import LAW, Trace

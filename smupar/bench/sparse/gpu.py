@@ -37,7 +37,7 @@ from smupar.execute.sparse.tiles import SlicedEll, multiply, pack
 from smupar.execute.timing import Call, in_turns, training_step
 from smupar.model.compressed import SparseLinear
 from smupar.output.optional import first_line
-from smupar.plan.patterns import generator, parse_pattern
+from smupar.plan.masks.patterns import generator, parse_pattern
 
 DENSE, CAPTURED = "dense bf16", " captured"
 _GPU = torch.device("cuda")

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from smupar.model.parameterize import BRANCH, FACTOR
-from smupar.plan.layers import IMAGES, kind_of
+from smupar.plan.facts.layers import IMAGES, kind_of
 from smupar.updates.probe import spread
 
 MAX_ROWS = 256

@@ -30,11 +30,11 @@ from smupar.model.seam import optimizers
 from smupar.optim.groups import param_groups
 from smupar.optim.guard import LRRatioWarning, ratio_problem, wrong_groups
 from smupar.output.progress import Display, Status
-from smupar.plan.layers import has_running_statistics, kind_of
+from smupar.plan.facts.layers import has_running_statistics, kind_of
 from smupar.plan.make import Settings
-from smupar.plan.parameters import parent_path
-from smupar.plan.patterns import parse_pattern
+from smupar.plan.masks.patterns import parse_pattern
 from smupar.plan.plan import Plan, PlanWarning
+from smupar.plan.roles.parameters import parent_path
 from smupar.plan.settings import refuse
 from smupar.rules import get_rule
 

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from smupar.check.coordinates.calls import first_tensor, undisturbed
-from smupar.plan.depth import correspond
-from smupar.plan.parameters import parent_path
+from smupar.plan.depth.correspondence import correspond
 from smupar.plan.plan import Plan
+from smupar.plan.roles.parameters import parent_path
 from smupar.rules import depth_factor, get_depth_rule
 
 

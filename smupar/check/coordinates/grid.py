@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from smupar.plan.depth import correspond
+from smupar.plan.depth.correspondence import correspond
 from smupar.plan.settings import refuse
 
 MakeModel = Callable[..., nn.Module]  # takes (width), or (width, depth) if the check varies the depth

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from smupar.check.coordinates.calls import SampledCall, WholeCall, first_tensor, kept_call
 from smupar.check.coordinates.depth import SAME_DEPTH, Layers
 from smupar.model.attention import QUERY_FACTOR
-from smupar.plan.layers import kind_of
-from smupar.plan.parameters import parent_path
+from smupar.plan.facts.layers import kind_of
 from smupar.plan.plan import Plan, PlanRow
+from smupar.plan.roles.parameters import parent_path
 
 Y, GRAD_X, DY, CHANGE, GRAD_W = "Y", "grad X", "dY", "change of Y", "weight gradient"
 JUDGED = (Y, GRAD_X, DY)

@@ -10,8 +10,8 @@ from smupar.check.coordinates.check import GridRun, faults_and_plans
 from smupar.check.coordinates.depth import SAME_DEPTH, Layers
 from smupar.check.coordinates.measure import DY, GRAD_X, Cell, Reading
 from smupar.check.whole_run.report import RunReport
-from smupar.plan.parameters import parent_path
 from smupar.plan.plan import Plan
+from smupar.plan.roles.parameters import parent_path
 from smupar.updates.observation import ALIGNMENT, DECAY, ENTROPY, LR, MOVED, Observation
 from smupar.updates.observer import observe
 

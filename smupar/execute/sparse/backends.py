@@ -18,7 +18,7 @@ from smupar.model.compressed import Kernel, SparseLinear
 from smupar.model.csr import row_index
 from smupar.model.gradients import PassGradient
 from smupar.model.sharding import is_sharded
-from smupar.plan.layers import kind_of, reads_weights_of_its_layers
+from smupar.plan.facts.layers import kind_of, reads_weights_of_its_layers
 
 _ON_GPU: dict[str, gpu.OnGpu] = {"csr": Tiles(), "2:4": SemiStructured(), "block": Blocks()}
 BACKENDS = tuple(_ON_GPU)

@@ -25,8 +25,8 @@ from smupar.output.files import refuse_existing, whole_folder, write_atomic
 from smupar.output.json_files import read_text
 from smupar.output.optional import first_line
 from smupar.output.sums import SUMS, UncheckedWarning, check_sums, write_sums
-from smupar.plan.attention import AttentionChange, find_attentions
 from smupar.plan.plan import PLAN_FILE, Plan, PlanWarning
+from smupar.plan.scales.attention import AttentionChange, find_attentions
 from smupar.plan.settings import refuse
 from smupar.rules import SP
 

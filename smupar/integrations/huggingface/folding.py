@@ -20,10 +20,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from smupar.integrations.huggingface.inputs import runs
 from smupar.model.queries import find_queries, quiet
-from smupar.plan.attention import FoundAttention, find_attentions
-from smupar.plan.disguise import Multiplier, set_multiplier
-from smupar.plan.layers import kind_of
+from smupar.plan.facts.layers import kind_of
 from smupar.plan.plan import Plan
+from smupar.plan.scales.attention import FoundAttention, find_attentions
+from smupar.plan.scales.multipliers import Multiplier, set_multiplier
 
 _EXPONENTS = (1.0, -1.0, 0.5, -0.5)  # a number may act as a factor, a divisor, or by its root
 

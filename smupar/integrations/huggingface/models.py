@@ -17,10 +17,10 @@ from smupar.integrations.huggingface.folders import keep_plan
 from smupar.integrations.huggingface.inputs import fitting, runs
 from smupar.model import parameterize as apply
 from smupar.model.attention import call, set_scales
-from smupar.plan.depth import correspond
-from smupar.plan.evidence import Note
-from smupar.plan.forward import Example, moved
+from smupar.plan.depth.correspondence import correspond
+from smupar.plan.forward.run import Example, moved
 from smupar.plan.make import Settings
+from smupar.plan.notes import Note
 from smupar.plan.plan import Plan, PlanWarning
 from smupar.plan.settings import refuse
 

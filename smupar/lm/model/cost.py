@@ -17,7 +17,7 @@ import torch
 from smupar.execute.timing import seconds_of
 from smupar.lm.config.run import Execution, RunConfig
 from smupar.lm.model.gpt import plan_on_meta
-from smupar.plan.optimizers import facts_for_role, family_of
+from smupar.plan.facts.optimizers import facts_for_role, family_of
 from smupar.plan.plan import Plan, PlanRow
 from smupar.plan.settings import refuse
 

@@ -16,8 +16,8 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from smupar.execute.attention import fused_alibi, fused_attention
 from smupar.lm.config.run import ModelConfig, RunConfig
 from smupar.model.parameterize import add_masks, parameterize
-from smupar.plan.allocations import Allocation, er, erk
 from smupar.plan.make import Settings, make_plan
+from smupar.plan.masks.allocations import Allocation, er, erk
 from smupar.plan.plan import Plan
 
 AttentionKernel = Literal["sdpa", "fused", "products"]

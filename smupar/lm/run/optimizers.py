@@ -10,7 +10,7 @@ from torch import Tensor
 from smupar.lm.config.run import RunConfig
 from smupar.lm.model.gpt import GPT
 from smupar.optim.groups import groups_by_optimizer
-from smupar.plan.optimizers import facts_of
+from smupar.plan.facts.optimizers import facts_of
 from smupar.plan.plan import Plan
 
 

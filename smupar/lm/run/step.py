@@ -25,7 +25,7 @@ from smupar.lm.run.distributed import World, accumulate, build_on_device, reshar
 from smupar.lm.run.dynamics import make_sparsifier, read_trace
 from smupar.lm.run.optimizers import make_optimizers, set_lr
 from smupar.lm.run.schedule import lr_share
-from smupar.plan.optimizers import facts_of
+from smupar.plan.facts.optimizers import facts_of
 from smupar.plan.settings import refuse
 from smupar.updates.meter import Follower, Recorder, follow_updates, record_updates
 from smupar.updates.observer import observe

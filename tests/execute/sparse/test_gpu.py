@@ -22,7 +22,7 @@ from smupar.lm.run.train import train as lm_train
 from smupar.lm.use.load import load_run
 from smupar.model.compressed import SparseLinear
 from smupar.model.parameterize import mask_of
-from smupar.plan.patterns import generator, parse_pattern
+from smupar.plan.masks.patterns import generator, parse_pattern
 from tests.execute.sparse.kept import HIDDEN, relative
 from tests.models import Conv1D, TokenNet
 

@@ -18,7 +18,7 @@ from smupar.execute.sparse.cpu import CpuIndex
 from smupar.execute.sparse.semi import SemiStructured, tile_codes
 from smupar.execute.sparse.tiles import Tiles, shared_bytes, sliced_ell, tile_tokens
 from smupar.model.csr import row_index
-from smupar.plan.patterns import generator, parse_pattern
+from smupar.plan.masks.patterns import generator, parse_pattern
 
 GPU = torch.device("cuda", 0)
 

@@ -18,7 +18,7 @@ from smupar.lm.run.distributed import World
 from smupar.lm.run.optimizers import make_optimizers, set_lr
 from smupar.lm.run.step import next_token_loss
 from smupar.model.parameterize import mask_of
-from smupar.plan.optimizers import FAMILIES, OPTIMIZERS, facts_of, names_with
+from smupar.plan.facts.optimizers import FAMILIES, OPTIMIZERS, facts_of, names_with
 
 NAMES = ("adamw", "adam", "sgd", "muon", "lion", "nadam", "radam", "adamax", "rmsprop", "adagrad")
 # Twice the base width at a quarter of the weights: the hidden LR factor of SmuPar is 1 / (2 * 1/4) = 2 for Adam.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Real
 
-from smupar.plan.parameters import Shape
+from smupar.plan.roles.parameters import Shape
 from smupar.plan.settings import match_globs, refuse
 
 

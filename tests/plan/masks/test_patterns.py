@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import smupar
-from smupar.plan.allocations import allocate, as_density, er, erk, uniform
-from smupar.plan.patterns import _exact_random, generator, parse_pattern
+from smupar.plan.masks.allocations import allocate, as_density, er, erk, uniform
+from smupar.plan.masks.patterns import _exact_random, generator, parse_pattern
 from smupar.plan.settings import match_globs
 
 LINEAR = ((24, 32), (1,))

@@ -1,4 +1,4 @@
-"""Patterns of masks: how many weights of a tensor are kept at a density, and which. allocations.py decides the densities.
+"""Patterns of masks: how many weights of a tensor are kept at a density, and which. ``allocations`` decides the densities.
 
 A mask is a bool tensor, True where the weight is kept. It is a pure function of (seed, parameter name), drawn on the CPU and
 never from the global random state. So it is the same on every device, rank and run. Counts are known without drawing a mask, so
@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from smupar.output.optional import first_line
-from smupar.plan.allocations import round_half_up
-from smupar.plan.parameters import Shape
+from smupar.plan.masks.allocations import round_half_up
+from smupar.plan.roles.parameters import Shape
 from smupar.plan.settings import refuse
 
 Dims = tuple[int, ...]  # input dimensions, input channel first: (1,) for a Linear, (1, 2, 3) for a Conv2d

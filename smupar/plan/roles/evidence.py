@@ -10,26 +10,15 @@ from fractions import Fraction
 
 from torch import nn
 
-from smupar.plan.attention import find_attentions, is_inside
-from smupar.plan.depth import correspond
-from smupar.plan.flows import Dims
-from smupar.plan.forward import CannotRunError, Example
-from smupar.plan.parameters import ParameterView, Seen
+from smupar.plan.depth.correspondence import correspond
+from smupar.plan.forward.flows import Dims
+from smupar.plan.forward.run import CannotRunError, Example
+from smupar.plan.forward.uses import Event, Usage, Use, WeightProduct
+from smupar.plan.forward.watcher import watch
+from smupar.plan.notes import Note
+from smupar.plan.roles.parameters import ParameterView, Seen
+from smupar.plan.scales.attention import find_attentions, is_inside
 from smupar.plan.settings import layer_glob
-from smupar.plan.uses import Event, Usage, Use, WeightProduct
-from smupar.plan.watcher import watch
-
-
-@dataclass(frozen=True)
-class Note:
-    """A remark on a plan; ``kind`` is for programs, the text for people."""
-
-    kind: str
-    text: str
-    is_caution: bool = True  # whether it is also a warning when the plan is made
-
-    def __str__(self) -> str:
-        return self.text
 
 
 @dataclass(frozen=True)

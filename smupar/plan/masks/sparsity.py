@@ -12,11 +12,11 @@ from fractions import Fraction
 import torch
 from torch import Tensor, nn
 
-from smupar.plan.allocations import Allocation, allocate, as_density
-from smupar.plan.layers import IMAGES, ROWS, kind_of
-from smupar.plan.parameters import parent_path
-from smupar.plan.patterns import Pattern, num_live_neurons
-from smupar.plan.roles import ParamRole
+from smupar.plan.facts.layers import IMAGES, ROWS, kind_of
+from smupar.plan.masks.allocations import Allocation, allocate, as_density
+from smupar.plan.masks.patterns import Pattern, num_live_neurons
+from smupar.plan.roles.infer import ParamRole
+from smupar.plan.roles.parameters import parent_path
 from smupar.plan.settings import refuse
 
 MASKED = ("hidden", "router")  # roles of weights that may have a mask

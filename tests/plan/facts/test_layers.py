@@ -12,8 +12,9 @@ from torch import nn
 
 import smupar
 from smupar.check.coordinates.measure import Cell, SizeRecorder
-from smupar.plan import layers, role_table
-from smupar.plan.layers import LAYERS, kind_of
+from smupar.plan.facts import layers
+from smupar.plan.facts.layers import LAYERS, kind_of
+from smupar.plan.roles.table import DOUBTS, ROLE_TABLE
 
 
 @pytest.fixture(autouse=True)
@@ -349,4 +350,4 @@ def test_every_module_has_exactly_one_kind():
 def test_page_shows_the_tables_of_layers_and_roles():
     page = (Path(__file__).parents[2] / "docs" / "any_model.md").read_text()
     assert page.count("<!-- table of ") == page.count("<!-- end of the table -->") == 3
-    assert all(case.when in page for case in (*role_table.ROLE_TABLE, *role_table.DOUBTS))
+    assert all(case.when in page for case in (*ROLE_TABLE, *DOUBTS))

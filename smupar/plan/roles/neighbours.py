@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from smupar.plan.layers import IMAGES
-from smupar.plan.parameters import ParameterView, parent_path
+from smupar.plan.facts.layers import IMAGES
+from smupar.plan.roles.parameters import ParameterView, parent_path
 
 RoleSetting = str | tuple[str, int | tuple[int, ...]]
 
@@ -208,7 +208,7 @@ def with_inferred_scaling(
     """The parameters with their inferred scaling dimensions, and the matrices that were inferred from sizes alone.
 
     An input size that some layer writes is internal, and so is an output size that some layer reads. If sizes are related but
-    not equal, the role is in doubt (``role_table.DOUBTS``).
+    not equal, the role is in doubt (``table.DOUBTS``).
     """
     matrices = [tensor for tensor in tensors if tensor.layout == "matrix"]
     linear = [tensor for tensor in matrices if not tensor.layer.is_lookup]

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import smupar
-from smupar.plan.disguise import find_multipliers
 from smupar.plan.plan import Plan
+from smupar.plan.scales.multipliers import find_multipliers
 from tests.models import MLP, TokenNet, on_meta, sequential
 
 

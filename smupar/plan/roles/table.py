@@ -13,9 +13,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from smupar.plan import layers
-from smupar.plan.neighbours import Neighbours, RoleSetting
-from smupar.plan.parameters import ParameterView, Seen, Shape
+from smupar.plan.facts import layers
+from smupar.plan.roles.neighbours import Neighbours, RoleSetting
+from smupar.plan.roles.parameters import ParameterView, Seen, Shape
 
 
 @dataclass(frozen=True)

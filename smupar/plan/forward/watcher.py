@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from smupar.plan.flows import CONSTANT, Dims, Flow, Known, Label, Labels, aligned, by_name
-from smupar.plan.forward import Example, run_copy
-from smupar.plan.remembered import remembered
-from smupar.plan.uses import Event, Output, Residual, Scalar, Usage, Use, WeightProduct
+from smupar.plan.forward.flows import CONSTANT, Dims, Flow, Known, Label, Labels, aligned, by_name
+from smupar.plan.forward.remembered import remembered
+from smupar.plan.forward.run import Example, run_copy
+from smupar.plan.forward.uses import Event, Output, Residual, Scalar, Usage, Use, WeightProduct
 
 
 def watch(model: nn.Module, example: Example, *, scaling: Mapping[str, Dims], reads: Mapping[str, Dims]) -> Usage:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from smupar.plan.flows import Dims
+from smupar.plan.forward.flows import Dims
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,13 @@ from fractions import Fraction
 
 from torch import nn
 
-from smupar.plan.evidence import Evidence, Note, look
-from smupar.plan.forward import Example
-from smupar.plan.layers import kind_of
-from smupar.plan.neighbours import Neighbours, RoleSetting
-from smupar.plan.parameters import ParameterView, Shape, view_parameters
-from smupar.plan.role_table import ASK, Case, case_of
+from smupar.plan.facts.layers import kind_of
+from smupar.plan.forward.run import Example
+from smupar.plan.notes import Note
+from smupar.plan.roles.evidence import Evidence, look
+from smupar.plan.roles.neighbours import Neighbours, RoleSetting
+from smupar.plan.roles.parameters import ParameterView, Shape, view_parameters
+from smupar.plan.roles.table import ASK, Case, case_of
 from smupar.plan.settings import layer_glob, match_globs, refuse
 from smupar.rules import ROLES
 

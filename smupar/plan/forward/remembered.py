@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smupar.plan.uses import Usage
+from smupar.plan.forward.uses import Usage
 
 Key = tuple[Any, ...]
 NUM_KEPT = 16

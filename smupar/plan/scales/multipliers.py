@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smupar.plan.attention import find_attentions, numbers
+from smupar.plan.scales.attention import find_attentions, numbers
+from smupar.plan.scales.source import evaluated, powers_in_source
 from smupar.plan.settings import refuse
-from smupar.plan.source import evaluated, powers_in_source
 
 CHOICES = ("ask", "base", "own")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from smupar.plan.source import divides_by
+from smupar.plan.scales.source import divides_by
 
 # Names of attention modules and of their parts.
 _ATTENTION = re.compile(r"att(ention|n)|qkv|query|q_proj|(^|_)(to_)?w?q$", re.IGNORECASE)

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import smupar
-from smupar.plan.depth import correspond
+from smupar.plan.depth.correspondence import correspond
 from smupar.rules import DEPTH_RULES
 from tests.models import on_meta
 

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from smupar.plan.evidence import look
-from smupar.plan.forward import CannotRunError
-from smupar.plan.parameters import view_parameters
-from smupar.plan.watcher import watch
+from smupar.plan.forward.run import CannotRunError
+from smupar.plan.forward.watcher import watch
+from smupar.plan.roles.evidence import look
+from smupar.plan.roles.parameters import view_parameters
 from tests.models import VOCAB, TokenNet, on_meta
 from tests.plan.roles.nets import TOKENS
 

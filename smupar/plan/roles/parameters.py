@@ -12,8 +12,17 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from smupar.plan.depth import Correspondence, correspond
-from smupar.plan.layers import GROUPED_DIM, IMAGES, PARAMETRIZED, LayerKind, check_registered, is_depthwise, kind_of, num_groups
+from smupar.plan.depth.correspondence import Correspondence, correspond
+from smupar.plan.facts.layers import (
+    GROUPED_DIM,
+    IMAGES,
+    PARAMETRIZED,
+    LayerKind,
+    check_registered,
+    is_depthwise,
+    kind_of,
+    num_groups,
+)
 from smupar.plan.settings import refuse
 
 Shape = tuple[int, ...]

@@ -15,14 +15,14 @@ from statistics import median
 import torch
 from torch import nn
 
-from smupar.plan.depth import Correspondence, correspond
-from smupar.plan.disguise import Multiplier
-from smupar.plan.evidence import Note
-from smupar.plan.forward import CannotRunError, Example
-from smupar.plan.layers import kind_of
+from smupar.plan.depth.correspondence import Correspondence, correspond
+from smupar.plan.facts.layers import kind_of
+from smupar.plan.forward.run import CannotRunError, Example
+from smupar.plan.forward.uses import Usage
+from smupar.plan.forward.watcher import watch
+from smupar.plan.notes import Note
+from smupar.plan.scales.multipliers import Multiplier
 from smupar.plan.settings import layer_glob, match_globs, refuse
-from smupar.plan.uses import Usage
-from smupar.plan.watcher import watch
 from smupar.rules import DepthRule, depth_factor
 
 _CLOSE = 0.04  # factors that differ by less are taken to be equal

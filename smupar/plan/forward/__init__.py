@@ -1,0 +1,8 @@
+"""Runs one forward pass of a copy of a model, and records how it uses each parameter.
+
+run         the pass, which leaves the model, its buffers and the random state as they were
+watcher     watches torch's basic operations during the pass
+flows       where the values of a tensor come from, and which dimensions of parameters it ranges over
+uses        the record that a pass leaves
+remembered  records of earlier passes, so that a second plan of the same model needs none
+"""
