@@ -63,6 +63,29 @@ def test_page_has_the_layers_that_imports_are_checked_against():
     assert shown == [[layer.replace("smupar.", "").split(" : ") for layer in order] for order in layers]
 
 
+# Tests whose subject is no single module: folders, and files
+NO_MODULE = {
+    "docs": "README, the pages, the notebook and the site",
+    "faults": "damaged files, and processes that are killed, through whatever reads and writes them",
+    "watch/test_browser": "the page in a browser, with the server and the studies that it shows",
+    "test_against_mup": "side by side with another library",
+    "test_architecture": "this file",
+    "test_golden": "runs and files of older versions",
+    "test_packaging": "wheel, sdist, extras",
+    "test_peer_mistakes": "mistakes that other code bases shipped with",
+    "test_security": "the promises of SECURITY.md",
+}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "tests").rglob("test_*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_tests_are_named_after_what_they_test(path):
+    """``tests/plan/test_make.py`` tests ``smupar/plan/make.py``; a large module has a folder, ``tests/plan/make/test_*.py``."""
+    folder = path.parent.relative_to(ROOT / "tests")
+    subject = ROOT / "smupar" / folder / path.stem.removeprefix("test_")
+    is_mirrored = subject.is_dir() or subject.with_suffix(".py").is_file() or (ROOT / "smupar" / f"{folder}.py").is_file()
+    assert is_mirrored or {str(folder), str(folder / path.stem)} & set(NO_MODULE)
+
+
 # The wiring
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.architectures import ALL
 
-MODELS = runpy.run_path(str(Path(__file__).parent.parent / "docs" / "models.py"))
+MODELS = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "models.py"))
 SHOWN = MODELS["shown_rows"]()
 FEW = (
     "Llama",

@@ -13,7 +13,7 @@ from smupar.model.seam import optimizers
 from smupar.updates.trace import Trace, TraceReader
 from tests.loops import adamw
 from tests.updates.measured import Net, ready, start, train
-from tests.updates.test_factor import SCHEDULERS
+from tests.updates.meter.test_factor import SCHEDULERS
 from tests.wiring import wiring
 
 

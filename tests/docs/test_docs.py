@@ -12,7 +12,7 @@ import smupar
 from smupar.cli import commands
 from smupar.cli import main as cli
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs" / "lab").glob("*.md"))]
 MKDOCS = yaml.load((ROOT / "mkdocs.yml").read_text(), Loader=yaml.BaseLoader)  # a loader that resolves no tags
 

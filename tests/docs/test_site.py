@@ -10,7 +10,7 @@ import pytest
 
 from tests.browser import chromium, needs_chromium
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")

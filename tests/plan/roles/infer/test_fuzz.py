@@ -6,7 +6,7 @@ from fnmatch import fnmatchcase
 import pytest
 
 import smupar
-from tests.plan.roles.grammar import EXAMPLE, Model
+from tests.plan.roles.infer.grammar import EXAMPLE, Model
 from tests.plan.roles.nets import suggested
 
 WIDTH, BASE, ALPHA = 32, 8, 3.0

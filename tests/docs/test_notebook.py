@@ -8,7 +8,7 @@ import pytest
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
 
-TOUR = Path(__file__).parent.parent / "examples" / "tour.ipynb"
+TOUR = Path(__file__).parents[2] / "examples" / "tour.ipynb"
 SPOKEN = "best on the dense proxy: "  # with what the finding begins
 
 

@@ -7,7 +7,7 @@ import smupar
 from smupar.lm.config.run import ModelConfig
 from smupar.lm.model.gpt import GPT
 from smupar.model.parameterize import has_factor_hook
-from tests.check.audited import mlp, only_finding
+from tests.check.audit.audited import mlp, only_finding
 
 
 @pytest.mark.parametrize(("path", "factor"), [("head", "0.375"), ("fc1", "9.17")])

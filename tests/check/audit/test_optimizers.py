@@ -7,7 +7,7 @@ import torch
 from torch.optim import lr_scheduler
 
 import smupar
-from tests.check.audited import adamw, findings, mlp, only_finding, ready, train
+from tests.check.audit.audited import adamw, findings, mlp, only_finding, ready, train
 
 
 def test_optimizer_of_all_parameters_is_found():
