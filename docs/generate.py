@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_type_hints
 
 import smupar
-from smupar import rules
+from smupar import rule_tables
 from smupar.plan.facts.layers import IMAGES, LAYERS
 from smupar.plan.facts.optimizers import FAMILIES, OPTIMIZERS
 from smupar.plan.make import DEFAULTS, Settings
@@ -44,7 +44,7 @@ def pages() -> dict[Path, str]:
         "api.md": {"arguments": arguments()},
     }
     filled = {DOCS / name: fill((DOCS / name).read_text(encoding="utf-8"), parts) for name, parts in tables.items()}
-    return {DOCS / "rules.md": rules.markdown(), **filled}
+    return {DOCS / "rules.md": rule_tables.markdown(), **filled}
 
 
 def fill(page: str, tables: dict[str, str]) -> str:

@@ -9,7 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from smupar.check.audit import AuditError, audit
+    from smupar.check.audit.audit import audit
+    from smupar.check.audit.findings import AuditError
     from smupar.check.coordinates.check import coord_check
     from smupar.check.coordinates.report import Report
     from smupar.dynamic.at_init import fan_in_init, magnitude_masks, snip_masks
@@ -64,8 +65,8 @@ _WHERE = {
     "UpdatesWarning": "updates.meter",
     "observe": "updates.observer",
     "Observation": "updates.observation",
-    "audit": "check.audit",
-    "AuditError": "check.audit",
+    "audit": "check.audit.audit",
+    "AuditError": "check.audit.findings",
     "coord_check": "check.coordinates.check",
     "Report": "check.coordinates.report",
 }

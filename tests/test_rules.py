@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from smupar import rules
+from smupar import rule_tables, rules
 from smupar.plan.facts import optimizers
 
 # Fractional on purpose (1088 / 256), and all different, so that no entry can be right by using another multiplier.
@@ -203,7 +203,7 @@ def test_power_times_reads_as_a_formula():
 
 
 def test_table_words_are_the_printed_table():
-    header, *rows = rules.table()
+    header, *rows = rule_tables.table()
     assert header[:4] == ["what", "SP", "muP", "SmuPar"]
     printed = {row[0]: row[1:4] for row in rows if row[-1] == "Table 1"}
     # The seven lines of Table 1; its m_d is the fan-in's multiplier everywhere.
@@ -220,19 +220,19 @@ def test_table_words_are_the_printed_table():
 
 
 def test_formula_is_mathematics_that_katex_and_github_know():
-    assert rules.formula("s^2 / (m_in m_rho)") == r"$\sigma^2 / (m_\text{in} m_\rho)$"
-    assert rules.formula("lambda sqrt(m_depth)") == r"$\lambda \sqrt{m_\text{depth}}$"
-    assert rules.formula("alpha_out x W^T / m_in") == r"$\alpha_\text{out} x W^\top / m_\text{in}$"
-    assert rules.formula("q.k / d_head") == r"$q \cdot k / d_\text{head}$"
+    assert rule_tables.formula("s^2 / (m_in m_rho)") == r"$\sigma^2 / (m_\text{in} m_\rho)$"
+    assert rule_tables.formula("lambda sqrt(m_depth)") == r"$\lambda \sqrt{m_\text{depth}}$"
+    assert rule_tables.formula("alpha_out x W^T / m_in") == r"$\alpha_\text{out} x W^\top / m_\text{in}$"
+    assert rule_tables.formula("q.k / d_head") == r"$q \cdot k / d_\text{head}$"
     known = r"\\(sigma|eta|lambda|epsilon|alpha|kappa|rho|top|cdot|sqrt|frac|qquad)(?![A-Za-z])|\\text\{\w+\}"
-    formulas = re.findall(r"\$+([^$]+)\$+", rules.markdown())
+    formulas = re.findall(r"\$+([^$]+)\$+", rule_tables.markdown())
     assert len(formulas) > 100
     assert [written for written in formulas if re.search(r"[A-Za-z]{2}|\\", re.sub(known, "", written))] == []
 
 
 def test_docs_page_equals_the_generated_one():
     page = Path(__file__).parents[1] / "docs" / "rules.md"
-    assert page.read_text(encoding="utf-8") == rules.markdown(), "stale: run `make docs`"
+    assert page.read_text(encoding="utf-8") == rule_tables.markdown(), "stale: run `make docs`"
 
 
 # Optimizers

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from smupar import rules as table_1
+from smupar import rule_tables
 from smupar.cli.answers import Reply, Told, table
 from smupar.cli.flags import Arg, Typed
 from smupar.cli.loading import loading
@@ -45,21 +45,21 @@ def rules(full: bool = False, markdown: bool = False) -> Reply:
         full: Print all rules, SGD, Muon, depth, and where each factor is from.
         markdown: Print Table 1 as the page docs/rules.md.
     """
-    names, *rows = table_1.table()
+    names, *rows = rule_tables.table()
     values = {
         "rules": [dict(zip(names, row, strict=True)) for row in rows],
-        "depth_rules": table_1.depth_table(),
+        "depth_rules": rule_tables.depth_table(),
     }
     if markdown:
-        return Reply(table(table_1.markdown()), values)
+        return Reply(table(rule_tables.markdown()), values)
     if full:
-        return Reply([*table(aligned(table_1.table())), Told(""), *table(aligned(table_1.depth_table()))], values)
+        return Reply([*table(aligned(rule_tables.table())), Told(""), *table(aligned(rule_tables.depth_table()))], values)
     return Reply(_short_rules(), values)
 
 
 def _short_rules() -> list[Told]:
     """Table 1 with a heading for each role, and what its letters mean."""
-    header, rows = table_1.short_table()
+    header, rows = rule_tables.short_table()
     title, *lines = aligned([header, *(row for _, row in rows)]).splitlines()
     told, last = [_in_role(title)], ""
     for (role, _), line in zip(rows, lines, strict=True):

@@ -10,7 +10,7 @@ from smupar.cli.commands import Folder
 from smupar.cli.flags import Typed
 from smupar.cli.loading import loading
 from smupar.lm.config.commands import EvalConfig, ScoringConfig, TasksConfig
-from smupar.lm.config.run import changed
+from smupar.lm.config.fields import changed
 
 if TYPE_CHECKING:
     from smupar.integrations.eval_table import Results

@@ -20,7 +20,7 @@ from functools import lru_cache
 from types import UnionType
 from typing import Annotated, Any, Literal, TypeAlias, Union, get_args, get_origin, get_type_hints
 
-from smupar.lm.config.run import default_of
+from smupar.lm.config.fields import default_of
 
 Typed: TypeAlias = dict[str, Any]  # field -> value, for the fields that the user typed
 

@@ -17,8 +17,9 @@ from torch.utils import _pytree
 from smupar.execute.batched import CHANGES, BatchedLoss, LossFn, adam_in_place
 from smupar.execute.cuda_graphs import Graphed, Upload, compile_static
 from smupar.model.csr import MASK
-from smupar.model.parameterize import add_missing_factors
-from smupar.model.weights import StackedWeight, weight_of
+from smupar.model.factors import add_missing_factors
+from smupar.model.stacked_weight import StackedWeight
+from smupar.model.weights import weight_of
 from smupar.optim.groups import groups_by_optimizer
 from smupar.optim.layer_rates import measured_or_corrected
 from smupar.plan.facts.layers import draws_random_numbers, has_running_statistics

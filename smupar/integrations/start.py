@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from smupar.check.audit import audit
+from smupar.check.audit.audit import audit
 from smupar.plan.plan import Plan
 from smupar.plan.settings import refuse
 

@@ -14,10 +14,8 @@ this all three classes have ``shape``, ``rows``, ``set_mask``, ``dense_grad``, `
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -28,12 +26,11 @@ from smupar.model.compressed import MaskChange, SparseLinear
 from smupar.model.csr import MASK
 from smupar.model.gradients import DenseGradient, gradient_mask, mask_gradient
 from smupar.model.sharding import is_sharded, like, local, num_ranks, sharded_like, whole, zero_off_mask
+from smupar.model.stacked_weight import ONLY, StackedWeight
 from smupar.plan.facts.layers import IMAGES, kind_of
 from smupar.plan.plan import Plan
 from smupar.plan.roles.parameters import parent_path
 from smupar.plan.settings import refuse
-
-ONLY = (0,)  # the only model of a weight that is not stacked
 
 
 class ModelWeight(ABC):
@@ -353,61 +350,6 @@ class CompressedWeight(ModelWeight):
 
     def converted(self, foreign: Tensor) -> Tensor:
         return self.laid_out(foreign)
-
-
-@dataclass
-class StackedWeight:
-    """The same weight in every model of a stack. ``values`` and ``state`` are the tensors that the stack's step updates. The
-    methods do the same as those of ``ModelWeight``."""
-
-    name: str
-    values: Tensor  # (models, *shape)
-    mask: Tensor | None
-    state: list[Tensor]
-    gradient: Tensor | None = None  # the dense gradient, which the stack fills on request
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.values.shape[1:])
-
-    def rows(self, models: Sequence[int] = ONLY) -> tuple[Tensor, Tensor]:
-        assert self.mask is not None
-        return self.values[list(models)].flatten(1), self.mask[list(models)].flatten(1)
-
-    def set_mask(self, new: Tensor, models: Sequence[int] = ONLY) -> MaskChange:
-        assert self.mask is not None
-        changed = torch.zeros_like(self.mask)
-        changed[list(models)] = self.mask[list(models)] ^ new.view(-1, *self.shape)
-        self.mask ^= changed
-        for tensor in (self.values, *self.state):
-            tensor.masked_fill_(changed, 0)
-        return MaskChange(lambda value: value.masked_fill_(changed, 0), changed & self.mask)
-
-    def dense_grad(self, models: Sequence[int] = ONLY) -> Tensor:
-        assert self.gradient is not None
-        return self.gradient[list(models)].flatten(1)
-
-    def multiply(self, x: Tensor, *, in_dim: int = 1) -> Tensor:
-        return x @ (self.values.mT if in_dim == 1 else self.values)
-
-    def input_gradient(self, x: Tensor, output_grad: Tensor, *, in_dim: int = 1) -> Tensor:
-        return output_grad @ (self.values if in_dim == 1 else self.values.mT)
-
-    def num_kept(self) -> Tensor:
-        entries = torch.full((len(self.values),), math.prod(self.shape), device=self.values.device)
-        return entries if self.mask is None else self.mask.flatten(1).sum(1)
-
-    def scale(self, factor: float, model: int = 0) -> None:
-        self.values[model] *= factor
-
-    def snapshot(self) -> Tensor:
-        return self.values.clone()
-
-    def restore(self, values: Tensor, models: Sequence[int] = ONLY) -> None:
-        index = list(models)
-        self.values[index] = values[index] if self.mask is None else values[index] * self.mask[index]
-        for state in self.state:
-            state[index] = 0
 
 
 Weight = ModelWeight | StackedWeight

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from smupar.output.tables import aligned
 from smupar.paper.figure import Claim, Figure, Rows
-from smupar.rules import table
+from smupar.rule_tables import table
 
 # The paper's entries in the notation of `smupar rules`, where m_in is the paper's m_d.
 PRINTED = {

@@ -7,10 +7,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from fractions import Fraction
-from numbers import Real
-from operator import index
 from os import PathLike
 from typing import TypedDict, Unpack
 
@@ -26,16 +23,15 @@ from smupar.plan.notes import Note
 from smupar.plan.plan import Plan, PlanRow, PlanWarning
 from smupar.plan.reminders import make_reminders
 from smupar.plan.roles.evidence import NORMED_OUTPUT, Evidence, without_scores
-from smupar.plan.roles.infer import FROZEN, GUESSED, ParamRole, infer_roles
+from smupar.plan.roles.infer import GUESSED, ParamRole, infer_roles
 from smupar.plan.roles.neighbours import RoleSetting
 from smupar.plan.scales.attention import named_like_attention
 from smupar.plan.scales.multipliers import Multiplier, chosen, find_multipliers, in_sums
-from smupar.plan.settings import layer_glob, match_globs, refuse
-from smupar.plan.values import all_zero, kept_factors
+from smupar.plan.settings import finite, layer_glob, refuse, whole
+from smupar.plan.values import InitialValues, InitStdSetting
 from smupar.rules import SP, DepthRule, Rule, depth_factor, get_depth_rule, get_rule, two_terms
 
 MaskSetting = Mapping[str, Tensor] | str | PathLike[str] | None
-InitStdSetting = float | str | Mapping[str, float | str]
 
 # The rule relies on sums over many weights. With fewer than about 16 kept weights per neuron it gets inaccurate.
 MIN_WEIGHTS_PER_NEURON = 16
@@ -112,7 +108,7 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings, *, has_values
     sparsity = make_sparse(model, roles, pattern, density, numbers.base_spread, masks)
     depth = correspond(model, base)
     branches = branch_factors(model, base, depth, numbers.depth, settings["branches"], settings["example"])
-    initial = _Initial.of(model, base, roles, depth, numbers.rule, settings["init_std"], has_values=has_values)
+    initial = InitialValues.of(model, base, roles, depth, numbers.rule, settings["init_std"], has_values=has_values)
     choice = settings["multipliers"]
     has_factors = numbers.rule is not SP or bool(branches)  # SP leaves the model's own numbers alone
     multipliers, summed = _multipliers(model, base, depth, evidence, choice) if has_factors else (chosen([], choice), [])
@@ -199,8 +195,8 @@ class _Numbers:
         base = settings["base_density"]
         spread = base if isinstance(base, Allocation) else uniform(base)
         alphas = {
-            "embedding": _finite(settings["alpha_input"], "alpha_input"),
-            "unembedding": _finite(settings["alpha_output"], "alpha_output"),
+            "embedding": finite(settings["alpha_input"], "alpha_input"),
+            "unembedding": finite(settings["alpha_output"], "alpha_output"),
         }
         return cls(
             rule=rule,
@@ -208,7 +204,7 @@ class _Numbers:
             base_spread=spread,
             base_density=as_density(spread.density, "base_density"),
             alphas=alphas,
-            seed=_whole(settings["seed"], "seed"),
+            seed=whole(settings["seed"], "seed"),
             kappa=_kappa(rule, settings["kappa"]),
         )
 
@@ -224,79 +220,15 @@ def _kappa(rule: Rule, kappa: float | None) -> float:
         if rule.two_terms
         else f"rule {rule.name!r} has no kappa: leave kappa={kappa} out, or use rule='smupar-aligned'",
     )
-    value = _finite(0.0 if kappa is None else kappa, "kappa")
+    value = finite(0.0 if kappa is None else kappa, "kappa")
     refuse(value < 0, f"kappa must be a number, at least 0, got {kappa}")
     return value
-
-
-# Init
-
-
-@dataclass(frozen=True)
-class _Initial:
-    """The initial values of parameters."""
-
-    stds: Mapping[str, float]  # sigma_base of each parameter that Table 1 initialises; 0 if it stays zero
-    factors: Mapping[str, float]  # factors other than 1, for parameters that keep their values
-    notes: list[Note]
-
-    @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        base: nn.Module,
-        roles: list[ParamRole],
-        depth: Correspondence,
-        rule: Rule,
-        init_std: InitStdSetting,
-        *,
-        has_values: bool,
-    ) -> _Initial:
-        stds = _base_stds(roles, rule, init_std)
-        if not has_values:
-            return cls(stds, {}, [])
-        named = [glob for glob in init_std if glob != "*"] if isinstance(init_std, Mapping) else []
-        zero = all_zero(model, {role.name: role for role in roles if role.name in stds})
-        zero = {name for name in zero if not any(fnmatchcase(name, glob) for glob in named)}
-        # SP is what models do by default, so it leaves their own values alone.
-        factors, notes = ({}, []) if rule is SP else kept_factors(model, base, roles, depth.names)
-        if zero:
-            shown = ", ".join(map(repr, sorted(zero)[:4])) + (f" and {len(zero) - 4} more" if len(zero) > 4 else "")
-            text = f"{shown}: the model sets these weights to zero, and they stay zero; name them in init_std to draw them"
-            notes = [*notes, Note("zero", text, False)]
-        return cls({name: 0.0 if name in zero else std for name, std in stds.items()}, factors, notes)
-
-
-def _base_stds(roles: list[ParamRole], rule: Rule, init_std: InitStdSetting) -> dict[str, float]:
-    """sigma_base of each parameter that Table 1 initialises."""
-    matrices = {role.name: role for role in roles if role.role in rule.init_var and role.note is not FROZEN}
-    if isinstance(init_std, Mapping):
-        among = "weights that get an init (embedding, hidden, unembedding)"
-        named = match_globs(init_std, matrices, what="init_std", among=among)
-    else:
-        named = dict.fromkeys(matrices, init_std)
-    missing = [name for name in matrices if name not in named]
-    refuse(missing, f"init_std does not cover {', '.join(missing[:6])}; add a last line '*': ...")
-    # Tables that are added to a tied table, such as positions, get the std of the tied table.
-    tied = [role.base_fan_in for role in roles if role.role == "embedding" and len({use for _, use in role.uses}) > 1]
-    return {name: _base_std(role, named[name], max(tied, default=1)) for name, role in matrices.items()}
-
-
-def _base_std(role: ParamRole, setting: float | str, tied_fan_in: int) -> float:
-    if setting == "fan_in":
-        is_plain_table = role.role == "embedding" and role.base_fan_in == 1
-        return 1 / math.sqrt(tied_fan_in if is_plain_table else role.base_fan_in)
-    if isinstance(setting, str):
-        raise ValueError(f"init_std must be a number or 'fan_in', got {setting!r}")
-    std = _finite(setting, "init_std")
-    refuse(std < 0, f"init_std must not be negative, got {setting!r} for {role.name!r}")
-    return std
 
 
 # Rows
 
 
-def _row(role: ParamRole, sparsity: Sparsity, numbers: _Numbers, initial: _Initial, m_depth: Fraction) -> PlanRow:
+def _row(role: ParamRole, sparsity: Sparsity, numbers: _Numbers, initial: InitialValues, m_depth: Fraction) -> PlanRow:
     rule, multipliers, base_std = numbers.rule, sparsity.multipliers(role), initial.stds.get(role.name)
     width_in, width_out, density_mult = multipliers
     m_d = width_out if role.role == "embedding" else width_in
@@ -422,18 +354,3 @@ def _thin(roles: list[ParamRole], sparsity: Sparsity) -> list[Note]:
             f"{per_neuron[fewest]:.3g}); the rule relies on sums over many weights and is inaccurate there",
         )
     ]
-
-
-def _whole(value: int, what: str) -> int:
-    try:
-        return index(value)
-    except TypeError:
-        raise ValueError(f"{what} must be a whole number, got {value!r}") from None
-
-
-def _finite(value: float, what: str) -> float:
-    refuse(
-        isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value),
-        f"{what} must be a finite number, got {value!r}",
-    )
-    return float(value)

@@ -1,10 +1,13 @@
-"""Checks settings: choices among words, and values by parameter name, ``{"glob": value}``. The first glob that matches a name
-wins. A glob that matches nothing is refused."""
+"""Checks settings: choices among words, numbers, and values by parameter name, ``{"glob": value}``. The first glob that
+matches a name wins. A glob that matches nothing is refused."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
+from numbers import Real
+from operator import index
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -43,3 +46,20 @@ def choice(what: str, value: object, allowed: Iterable[object]) -> None:
 def layer_glob(name: str) -> str:
     """The name with stars instead of layer numbers, so that one line stands for all blocks."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def whole(value: int, what: str) -> int:
+    """The value, if it is a whole number."""
+    try:
+        return index(value)
+    except TypeError:
+        raise ValueError(f"{what} must be a whole number, got {value!r}") from None
+
+
+def finite(value: float, what: str) -> float:
+    """The value, if it is a finite number."""
+    refuse(
+        isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value),
+        f"{what} must be a finite number, got {value!r}",
+    )
+    return float(value)

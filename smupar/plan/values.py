@@ -1,4 +1,5 @@
-"""Looks at the initial values that a rule keeps: biases whose size follows the width, and weights that are zero on purpose.
+"""Decides the initial values of parameters: the std of weights that Table 1 initialises, which weights stay zero, and a
+factor for biases whose size follows the width.
 
 A rule wants biases and other vectors to have one size at every width. Torch draws biases from U(-b, b) with b = 1 /
 sqrt(fan-in), so those of a wide model are too small. The plan has a factor that gives them the base's size.
@@ -8,16 +9,84 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
+from smupar.plan.depth.correspondence import Correspondence
 from smupar.plan.notes import Note
-from smupar.plan.roles.infer import ORIGINAL, ParamRole
+from smupar.plan.roles.infer import FROZEN, ORIGINAL, ParamRole
+from smupar.plan.settings import finite, match_globs, refuse
+from smupar.rules import SP, Rule
+
+InitStdSetting = float | str | Mapping[str, float | str]
 
 # Powers of the width that an initial size may follow, the likeliest first. Other powers are reported, not corrected.
 _EXPONENTS = (0.5, 1.0, -0.5, -1.0)
 _SIGMAS = 4.0
+
+
+@dataclass(frozen=True)
+class InitialValues:
+    """The initial values of parameters."""
+
+    stds: Mapping[str, float]  # sigma_base of each parameter that Table 1 initialises; 0 if it stays zero
+    factors: Mapping[str, float]  # factors other than 1, for parameters that keep their values
+    notes: list[Note]
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        base: nn.Module,
+        roles: list[ParamRole],
+        depth: Correspondence,
+        rule: Rule,
+        init_std: InitStdSetting,
+        *,
+        has_values: bool,
+    ) -> InitialValues:
+        stds = _base_stds(roles, rule, init_std)
+        if not has_values:
+            return cls(stds, {}, [])
+        named = [glob for glob in init_std if glob != "*"] if isinstance(init_std, Mapping) else []
+        zero = all_zero(model, {role.name: role for role in roles if role.name in stds})
+        zero = {name for name in zero if not any(fnmatchcase(name, glob) for glob in named)}
+        # SP is what models do by default, so it leaves their own values alone.
+        factors, notes = ({}, []) if rule is SP else kept_factors(model, base, roles, depth.names)
+        if zero:
+            shown = ", ".join(map(repr, sorted(zero)[:4])) + (f" and {len(zero) - 4} more" if len(zero) > 4 else "")
+            text = f"{shown}: the model sets these weights to zero, and they stay zero; name them in init_std to draw them"
+            notes = [*notes, Note("zero", text, False)]
+        return cls({name: 0.0 if name in zero else std for name, std in stds.items()}, factors, notes)
+
+
+def _base_stds(roles: list[ParamRole], rule: Rule, init_std: InitStdSetting) -> dict[str, float]:
+    """sigma_base of each parameter that Table 1 initialises."""
+    matrices = {role.name: role for role in roles if role.role in rule.init_var and role.note is not FROZEN}
+    if isinstance(init_std, Mapping):
+        among = "weights that get an init (embedding, hidden, unembedding)"
+        named = match_globs(init_std, matrices, what="init_std", among=among)
+    else:
+        named = dict.fromkeys(matrices, init_std)
+    missing = [name for name in matrices if name not in named]
+    refuse(missing, f"init_std does not cover {', '.join(missing[:6])}; add a last line '*': ...")
+    # Tables that are added to a tied table, such as positions, get the std of the tied table.
+    tied = [role.base_fan_in for role in roles if role.role == "embedding" and len({use for _, use in role.uses}) > 1]
+    return {name: _base_std(role, named[name], max(tied, default=1)) for name, role in matrices.items()}
+
+
+def _base_std(role: ParamRole, setting: float | str, tied_fan_in: int) -> float:
+    if setting == "fan_in":
+        is_plain_table = role.role == "embedding" and role.base_fan_in == 1
+        return 1 / math.sqrt(tied_fan_in if is_plain_table else role.base_fan_in)
+    if isinstance(setting, str):
+        raise ValueError(f"init_std must be a number or 'fan_in', got {setting!r}")
+    std = finite(setting, "init_std")
+    refuse(std < 0, f"init_std must not be negative, got {setting!r} for {role.name!r}")
+    return std
 
 
 def kept_factors(

@@ -7,7 +7,8 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_type_hints
 
-from smupar.lm.config.run import ModelConfig, RunConfig, changed
+from smupar.lm.config.fields import changed
+from smupar.lm.config.run import ModelConfig, RunConfig
 from smupar.plan.settings import refuse
 
 _Item = TypeVar("_Item")

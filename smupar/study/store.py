@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from smupar import __version__
-from smupar.lm.config.run import LATER_FIELDS, RunConfig, default_of, differences, flat
+from smupar.lm.config.fields import default_of, differences, flat
+from smupar.lm.config.run import LATER_FIELDS, RunConfig
 from smupar.lm.run.metrics import METRICS_FILE, Row, metrics_line
 from smupar.output.files import locked, refuse_other_files, write_atomic
 from smupar.output.json_files import DamagedFileError, printable, read_object, read_record, write_sealed

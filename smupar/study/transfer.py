@@ -8,24 +8,20 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
-from itertools import product
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 from smupar.lm.config.run import RunConfig
 from smupar.output.page.document import Answer, Tone
 from smupar.plan.settings import refuse
-from smupar.rules import get_rule
-from smupar.study.comparison import as_rule, sp_init_std
 from smupar.study.config import TransferConfig
 from smupar.study.curves import LOSS, Line, Panel, Point, line_of
 from smupar.study.definition import Findings, Stage, StudyDefinition, curve_of, seeds_of, with_more_seeds
 from smupar.study.optima import STABLE, Curve, farthest_move, is_lower_bound, move_in_words, moved, times
-from smupar.study.space import unique, with_fields
+from smupar.study.setups import MEASURED, Setup, proxy_of, run_of, setups_of, title_of
+from smupar.study.space import unique
 from smupar.study.store import Result, Study
 
-MEASURED, MOMENT = "measured", "moment"
-_OURS = {MEASURED: "measured updates", MOMENT: "SmuPar, density of the moment"}
 _NAMES = {"lr": "learning rate", "init_std": "init std", "alpha_input": "alpha_input", "alpha_output": "alpha_output"}
 
 
@@ -92,13 +88,13 @@ def transfer_from_json(stored: dict[str, Any]) -> StudyDefinition:
 
 def proposals(config: TransferConfig) -> list[RunConfig]:
     """Every run that needs no trace, with the first seed."""
-    return _proposed(config, [setup for setup in _setups(config) if setup.rule != MEASURED or setup.is_proxy])
+    return _proposed(config, [setup for setup in setups_of(config) if setup.rule != MEASURED or setup.is_proxy])
 
 
 def measured_proposals(config: TransferConfig, study: Study) -> list[RunConfig]:
     """The runs that follow the updates of the proxy at its best value, once that value is known."""
     trace = followed_trace(config, study)
-    targets = [setup for setup in _setups(config) if setup.rule == MEASURED and not setup.is_proxy]
+    targets = [setup for setup in setups_of(config) if setup.rule == MEASURED and not setup.is_proxy]
     return _proposed(config, targets, trace) if trace else []
 
 
@@ -106,14 +102,14 @@ def followed_trace(config: TransferConfig, study: Study) -> str | None:
     """The trace of the proxy at its best value, if any run follows it. Adding values to the sweep may change which is best."""
     if MEASURED not in config.rules:
         return None
-    setup = _proxy(config, MEASURED)
+    setup = proxy_of(config, MEASURED)
     proxy = _curve(config, {result.config.id: result for result in study.results()}, setup)
     refuse(proxy.diverged, f"all runs of the proxy diverged: sweep smaller values of {config.axis} (--values)")
-    return str(study.trace_to_follow(_run(config, setup, proxy.best_value)))
+    return str(study.trace_to_follow(run_of(config, setup, proxy.best_value)))
 
 
-def _proposed(config: TransferConfig, setups: Iterable[_Setup], trace: str | None = None) -> list[RunConfig]:
-    return unique(_run(config, setup, value, trace) for setup in setups for value in config.values)
+def _proposed(config: TransferConfig, setups: Iterable[Setup], trace: str | None = None) -> list[RunConfig]:
+    return unique(run_of(config, setup, value, trace) for setup in setups for value in config.values)
 
 
 def analyse(config: TransferConfig, results: Iterable[Result], trace: str | None = None) -> list[Verdict]:
@@ -121,7 +117,7 @@ def analyse(config: TransferConfig, results: Iterable[Result], trace: str | None
     by_id = {result.config.id: result for result in results}
     verdicts = []
     for rule in config.rules:
-        proxy, *targets = (_curve(config, by_id, setup, trace) for setup in _setups(config) if setup.rule == rule)
+        proxy, *targets = (_curve(config, by_id, setup, trace) for setup in setups_of(config) if setup.rule == rule)
         refuse(proxy.diverged, f"all runs of {rule} on the proxy diverged: sweep smaller values of {config.axis} (--values)")
         verdicts.append(Verdict(rule, proxy, tuple(targets)))
     return verdicts
@@ -130,12 +126,12 @@ def analyse(config: TransferConfig, results: Iterable[Result], trace: str | None
 def sentence(config: TransferConfig, verdicts: Sequence[Verdict]) -> str:
     """The findings in one sentence with their numbers, followed by the doubts."""
     name = _NAMES[config.axis]
-    moves = ", ".join(f"{_whose(_title(verdict.rule))} {verdict.moved_words}" for verdict in verdicts)
+    moves = ", ".join(f"{_whose(title_of(verdict.rule))} {verdict.moved_words}" for verdict in verdicts)
     deep = "" if config.base_depth is None else f" and depth {config.base_depth}"
     first = f"From the dense proxy of width {config.run.base_width}{deep} the best {name} moved: {moves}"
     far = verdicts[0].farthest
     costs = ", ".join(
-        f"{_title(verdict.rule)} {_percent(verdict.farthest.excess(verdict.proxy.best_value))}" for verdict in verdicts
+        f"{title_of(verdict.rule)} {_percent(verdict.farthest.excess(verdict.proxy.best_value))}" for verdict in verdicts
     )
     second = f"at {far.sparsity:.4g} sparsity and width {far.width}{_deep(far)} the proxy's best swept {name} costs {costs}"
     return " ".join([f"{first}; {second}.", *doubts_about(config, verdicts)])
@@ -157,7 +153,7 @@ def headline(verdicts: Sequence[Verdict], *, so_far: bool = False) -> str:
     has, stays, yet = ("has ", "stays", " so far") if so_far else ("", "stayed", "")
     moves = []
     for verdict in verdicts:
-        title, factor, words = _title(verdict.rule), farthest_move(verdict.curves), verdict.moved_words
+        title, factor, words = title_of(verdict.rule), farthest_move(verdict.curves), verdict.moved_words
         if math.isinf(factor):
             moves.append(f"{title} has no optimum on some targets")
         elif words.startswith("?"):
@@ -181,13 +177,13 @@ def _answer(config: TransferConfig, verdict: Verdict) -> Answer:
         "every run diverged there" if far.diverged else f"{verdict.proxy.best:.3g} on the dense proxy, {far.best:.3g} there"
     )
     return {
-        "name": _title(verdict.rule),
+        "name": title_of(verdict.rule),
         "value": verdict.moved_words,
         "text": f"{octaves:+.1f} octaves at {where}: best {_NAMES[config.axis]} {moved_to}. "
         f"The proxy's best costs {_percent(cost)} at sparsity {verdict.farthest.sparsity:.4g}, width {verdict.farthest.width}"
         f"{_deep(verdict.farthest)}.",
         "tone": verdict.tone,
-        "rule": _title(verdict.rule),
+        "rule": title_of(verdict.rule),
     }
 
 
@@ -201,9 +197,9 @@ def _read_so_far(config: TransferConfig, study: Study) -> Findings:
     trace = None
     with contextlib.suppress(ValueError, OSError):  # the proxy has no best value yet
         trace = followed_trace(config, study)
-    ids, verdicts, drawn, open_setups = _Ids(config, results, trace), [], [], list[_Setup]()
+    ids, verdicts, drawn, open_setups = _Ids(config, results, trace), [], [], list[Setup]()
     for rule in config.rules:
-        curves = {setup: ids.curve(setup) for setup in _setups(config) if setup.rule == rule}
+        curves = {setup: ids.curve(setup) for setup in setups_of(config) if setup.rule == rule}
         settled = [curve for setup, curve in curves.items() if curve is not None and ids.is_settled(setup, curve)]
         open_setups += [setup for setup, curve in curves.items() if curve not in settled]
         panel = _panel(config, rule, [curve for curve in curves.values() if curve is not None], ids)
@@ -217,7 +213,7 @@ def _read_so_far(config: TransferConfig, study: Study) -> Findings:
     return Findings(doubt, drawn, results, first, answers, doubts)
 
 
-def _unsettled(setups: Sequence[_Setup], num_curves: int) -> str:
+def _unsettled(setups: Sequence[Setup], num_curves: int) -> str:
     """Which optima may still move; their number, if there are many."""
     if len(setups) > 2:
         return f"{len(setups)} of {num_curves} optima are not settled yet."
@@ -231,27 +227,27 @@ class _Ids:
         self.config, self.trace = config, trace
         self.by_id = {result.config.id: result for result in results}
 
-    def curve(self, setup: _Setup) -> Curve | None:
+    def curve(self, setup: Setup) -> Curve | None:
         """The curve of the runs that have ended; None if there is none."""
         if not self.is_known(setup) or not any(run.id in self.by_id for runs in self.runs(setup).values() for run in runs):
             return None
         return _curve(self.config, self.by_id, setup, self.trace)
 
-    def is_settled(self, setup: _Setup, curve: Curve) -> bool:
+    def is_settled(self, setup: Setup, curve: Curve) -> bool:
         """Whether both neighbours of the optimum are worse, or the runs of all values have ended."""
         is_complete = all(any(run.id in self.by_id for run in runs) for runs in self.runs(setup).values())
         return is_complete or not (curve.on_edge or curve.diverged)
 
-    def is_known(self, setup: _Setup) -> bool:
+    def is_known(self, setup: Setup) -> bool:
         """Whether the configurations are known. Those that follow a trace are unknown until the trace exists."""
         return setup.rule != MEASURED or setup.is_proxy or self.trace is not None
 
-    def runs(self, setup: _Setup) -> dict[float, list[RunConfig]]:
+    def runs(self, setup: Setup) -> dict[float, list[RunConfig]]:
         """The runs at each value; at least the first seed."""
         config = self.config
-        return {value: seeds_of(_run(config, setup, value, self.trace), config.seeds) for value in config.values}
+        return {value: seeds_of(run_of(config, setup, value, self.trace), config.seeds) for value in config.values}
 
-    def on(self, line: Line, setup: _Setup) -> Line:
+    def on(self, line: Line, setup: Setup) -> Line:
         """The line with the ids of its runs, and with waiting points."""
         runs = self.runs(setup)
         points = tuple(
@@ -262,15 +258,15 @@ class _Ids:
         return replace(line, points=points, waiting=waiting)
 
 
-def _named(curves: Iterable[Curve | _Setup]) -> str:
+def _named(curves: Iterable[Curve | Setup]) -> str:
     return ", ".join(
-        f"{_title(curve.rule)} "
+        f"{title_of(curve.rule)} "
         f"{'on the proxy' if curve.is_proxy else f'at sparsity {curve.sparsity:g}, width {curve.width}{_deep(curve)}'}"
         for curve in curves
     )
 
 
-def _deep(curve: Curve | _Setup) -> str:
+def _deep(curve: Curve | Setup) -> str:
     """The depth of a model in words, where depths are compared."""
     return "" if curve.depth is None else f", depth {curve.depth}"
 
@@ -282,13 +278,13 @@ def panels(config: TransferConfig, verdicts: Sequence[Verdict], ids: _Ids | None
 
 def _with_move(panel: Panel, verdict: Verdict) -> Panel:
     """The panel of a rule, with how far its optimum moved."""
-    title = f"{_title(verdict.rule)}: best moves {verdict.moved_words}"
+    title = f"{title_of(verdict.rule)}: best moves {verdict.moved_words}"
     return replace(panel, title=title)
 
 
 def _panel(config: TransferConfig, rule: str, curves: Sequence[Curve], ids: _Ids | None) -> Panel:
     """The curves of one rule so far. With ``ids`` it also has the waiting points."""
-    setups = [setup for setup in _setups(config) if setup.rule == rule]
+    setups = [setup for setup in setups_of(config) if setup.rule == rule]
     by_setup = {None if curve.is_proxy else (curve.width, curve.sparsity, curve.depth): curve for curve in curves}
     targets = sorted((setup for setup in setups if not setup.is_proxy), key=lambda setup: (setup.width, *setup[2:]))
     lines, several = [], len({setup.width for setup in targets}) > 1
@@ -302,98 +298,30 @@ def _panel(config: TransferConfig, rule: str, curves: Sequence[Curve], ids: _Ids
     proxy = by_setup.get(None)
     best = None if proxy is None or proxy.diverged else proxy.best
     return Panel(
-        title=_title(rule),
+        title=title_of(rule),
         x_label=_NAMES[config.axis],
         y_label=LOSS,
         lines=tuple(lines),
         marked_x=best,
         marked_label="" if best is None else "best on the proxy",
-        rule=_title(rule),
+        rule=title_of(rule),
     )
 
 
-def _size(setup: _Setup, *, with_width: bool) -> str:
+def _size(setup: Setup, *, with_width: bool) -> str:
     size = f"sparsity {setup.sparsity:.4g}" if setup.sparsity else "dense"
     return f"width {setup.width}, {size}" if with_width else size
 
 
-class _Setup(NamedTuple):
-    """One model under one rule: everything about the runs of a curve except the swept value and the seed."""
-
-    rule: str
-    width: int
-    sparsity: float
-    depth: int | None = None  # None if depths are not compared
-    is_proxy: bool = False
-
-
-def _proxy(config: TransferConfig, rule: str) -> _Setup:
-    return _Setup(rule, config.run.base_width, 0.0, config.base_depth, is_proxy=True)
-
-
-def _setups(config: TransferConfig) -> list[_Setup]:
-    """The setups of every rule, the proxy first."""
-    setups = []
-    for rule in config.rules:
-        title = _title(rule)  # refuses an unknown rule
-        refuse(
-            config.axis.startswith("alpha") and rule not in _OURS and not get_rule(rule).has_alphas,
-            f"{title} has no {config.axis} to sweep: leave it out of --rules",
-        )
-        setups.append(_proxy(config, rule))
-        depths = config.depths or ((None,) if config.base_depth is None else (config.run.model.depth,))
-        setups += [_Setup(rule, *target) for target in product(config.widths, config.sparsities, depths)]
-    return setups
-
-
-@lru_cache(maxsize=2**16)  # the page of a running study needs the same configurations again and again
-def _run(config: TransferConfig, setup: _Setup, value: float, trace: str | None = None) -> RunConfig:
-    """The run of a setup at one value of the axis."""
-    run, rule = config.run, setup.rule
-    if setup.is_proxy:
-        fields = _proxy_fields(config, rule)
-    elif setup.sparsity == 0:
-        fields = _dense_fields(run.round_steps)
-    else:
-        fields = {"correction": "moment" if rule in _OURS else "fixed"} if run.prunes else {}
-    if rule == MEASURED and not setup.is_proxy:
-        fields |= {"rule": "smupar", "follow": trace}
-    else:
-        fields["rule"] = as_rule("smupar" if rule in _OURS else rule, setup.sparsity)
-    if rule == "sp":
-        fields["init_std"] = sp_init_std(run.init_std, run.base_width, setup.width)
-    if setup.depth is not None:
-        # At the base's depth the fields of depth are left out, so that the run has the same id as one without depths.
-        is_deeper = setup.depth != config.base_depth
-        fields |= {"depth": setup.depth, "base_depth": config.base_depth if is_deeper else None}
-        fields |= {} if is_deeper else {"depth_rule": None}
-    fields |= {"width": setup.width, "sparsity": setup.sparsity}
-    return with_fields(run, fields | {config.axis: value})  # if init_std is swept, its value replaces SP's
-
-
-def _proxy_fields(config: TransferConfig, rule: str) -> dict[str, object]:
-    depth, steps = config.proxy_depth or config.run.model.depth, config.proxy_steps or config.run.round_steps
-    return _dense_fields(steps) | {"depth": depth, "record": rule != "sp" and MEASURED in config.rules}
-
-
-def _dense_fields(steps: int) -> dict[str, object]:
-    """A dense model has no masks to move. So its run gets the fields, and the id, of a run with fixed masks."""
-    return {"dynamic": "none", "mask_every": RunConfig.mask_every, "steps": steps}
-
-
-def _curve(config: TransferConfig, by_id: dict[str, Result], setup: _Setup, trace: str | None = None) -> Curve:
+def _curve(config: TransferConfig, by_id: dict[str, Result], setup: Setup, trace: str | None = None) -> Curve:
     rule, width, sparsity, depth, is_proxy = setup
     finished = {}
     for value in config.values:
-        seeds = seeds_of(_run(config, setup, value, trace), config.seeds)
+        seeds = seeds_of(run_of(config, setup, value, trace), config.seeds)
         if results := [by_id[run.id] for run in seeds if run.id in by_id]:
             finished[value] = results
     refuse(not finished, f"no finished run of {rule} at width {width}, sparsity {sparsity:g}: start the same command again")
     return curve_of(finished, rule=rule, width=width, sparsity=sparsity, is_proxy=is_proxy, depth=depth)
-
-
-def _title(rule: str) -> str:
-    return _OURS[rule] if rule in _OURS else get_rule(rule).title
 
 
 def _whose(title: str) -> str:

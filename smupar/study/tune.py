@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from smupar import __version__
-from smupar.lm.config.run import RunConfig, flat
+from smupar.lm.config.fields import flat
+from smupar.lm.config.run import RunConfig
 from smupar.output.files import write_atomic
 from smupar.output.json_files import read_object, sealed_json
 from smupar.output.optional import optional

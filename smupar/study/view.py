@@ -18,7 +18,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from smupar.lm.config.run import LATER_FIELDS, ModelConfig, RunConfig, flat
+from smupar.lm.config.fields import flat
+from smupar.lm.config.run import LATER_FIELDS, ModelConfig, RunConfig
 from smupar.lm.run.metrics import METRICS_FILE, read_rows
 from smupar.output.json_files import WRONG_TYPES, DamagedFileError, as_record, printable, read_object
 from smupar.output.page import write_page

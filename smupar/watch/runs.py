@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from smupar.lm.config.run import LATER_FIELDS, flat
+from smupar.lm.config.fields import flat
+from smupar.lm.config.run import LATER_FIELDS
 from smupar.lm.run.metrics import METRICS_FILE, read_rows
 from smupar.output.json_files import WRONG_TYPES, DamagedFileError, read_object
 from smupar.output.page.document import Chart, Document, PageProgress, finite

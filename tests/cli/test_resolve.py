@@ -9,8 +9,10 @@ import pytest
 
 from smupar.cli.main import parse
 from smupar.cli.resolve import Request, resolve, resolve_training, start
+from smupar.lm.config.fields import changed
 from smupar.lm.config.presets import PRESETS, TABLE_3, preset
-from smupar.lm.config.run import FIRST_FIELDS, LATER_FIELDS, ModelConfig, RunConfig, changed
+from smupar.lm.config.run import LATER_FIELDS, ModelConfig, RunConfig
+from smupar.lm.config.run_id import FIRST_FIELDS
 from smupar.study.config import TransferConfig, TuneConfig
 
 HPS = {"lr": 0.01, "init_std": 0.1, "alpha_input": 9.0, "alpha_output": 1.0, "base_width": 32}

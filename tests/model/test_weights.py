@@ -9,7 +9,8 @@ from torch import nn
 import smupar
 from smupar.execute.stacked import Hyperparameters, Stack
 from smupar.model.csr import compress_export, compress_state, expand_export, expand_state, row_index
-from smupar.model.weights import CompressedWeight, DenseWeight, StackedWeight, hidden_weights, weight_of
+from smupar.model.stacked_weight import StackedWeight
+from smupar.model.weights import CompressedWeight, DenseWeight, hidden_weights, weight_of
 
 NAME = "1.weight"
 

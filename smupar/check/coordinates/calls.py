@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smupar.model.parameterize import BRANCH, FACTOR
+from smupar.model.factors import BRANCH, FACTOR
 from smupar.plan.facts.layers import IMAGES, kind_of
 from smupar.updates.probe import spread
 

@@ -20,7 +20,8 @@ from typing import Any, Self, SupportsIndex, Unpack
 import torch
 from torch import Tensor, nn
 
-from smupar.check.audit import Finding, differences, unsettled
+from smupar.check.audit.audit import differences, unsettled
+from smupar.check.audit.findings import Finding
 from smupar.check.coordinates.depth import SAME_DEPTH, Layers, layers_of
 from smupar.check.coordinates.grid import Grid, MakeModel, listed
 from smupar.check.coordinates.measure import JUDGED, Cell, GridPoint, Reading, SizeRecorder

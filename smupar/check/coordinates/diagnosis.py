@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
-from smupar.check.audit import Finding
+from smupar.check.audit.findings import Finding
 from smupar.check.coordinates.measure import DY, GRAD_X, Cell, GridPoint, Y
 from smupar.check.coordinates.verdict import FAIL, Slope, decides
 from smupar.plan.plan import Plan

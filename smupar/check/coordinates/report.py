@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from smupar.check.audit import Finding
+from smupar.check.audit.findings import Finding
 from smupar.check.coordinates.diagnosis import Diagnosis, diagnose, folded
 from smupar.check.coordinates.measure import AXES, JUDGED, Cell, GridPoint, Reading
 from smupar.check.coordinates.verdict import (

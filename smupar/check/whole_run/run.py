@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self
 
-from smupar.check.audit import Finding
+from smupar.check.audit.findings import Finding
 from smupar.check.coordinates.check import GridRun, faults_and_plans
 from smupar.check.coordinates.depth import SAME_DEPTH, Layers
 from smupar.check.coordinates.measure import DY, GRAD_X, Cell, Reading

@@ -7,17 +7,16 @@ out: where, on how many devices, how often it is saved.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from collections.abc import Hashable, Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
-from functools import cache, cached_property, lru_cache
+from functools import cached_property
 from pathlib import PurePath
-from typing import Any, Literal, TypeVar, cast
+from typing import Literal
 
+from smupar.lm.config.fields import default_of
 from smupar.lm.config.mask_methods import MASK_METHODS, MaskMethod
+from smupar.lm.config.run_id import FIRST_FIELDS, id_of
 from smupar.lm.config.validation import (
     check_choices,
     check_model,
@@ -30,7 +29,6 @@ from smupar.output.json_files import DamagedFileError, as_record, parse_object, 
 from smupar.plan.settings import refuse
 from smupar.rules import DEPTH_RULES, get_rule
 
-_Config = TypeVar("_Config")
 _FEW_MOVES = 5
 StorageName = Literal["dense", "csr", "2:4", "block", "auto"]
 
@@ -47,36 +45,6 @@ def name_of_text(data: str) -> str:
 def padded_vocab(vocab_size: int) -> int:
     """The size rounded up to a multiple of 64, which makes products fast on GPUs."""
     return -(-vocab_size // 64) * 64
-
-
-def changed(config: _Config, values: Mapping[str, Any]) -> _Config:
-    """The configuration with some fields changed. Fields of nested configurations are named without a prefix."""
-    assert is_dataclass(config)
-    assert not isinstance(config, type)
-    nested = {f.name: changed(old, values) for f in fields(config) if is_dataclass(old := getattr(config, f.name))}
-    nested = {name: new for name, new in nested.items() if new is not getattr(config, name)}
-    changes = {f.name: values[f.name] for f in fields(config) if f.name in values}
-    return replace(config, **nested, **changes) if nested or changes else config
-
-
-def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Nested fields as one flat dictionary, in the same order, under the names of the innermost fields."""
-    fields_of: dict[str, Any] = {}
-    for name, value in values.items():
-        fields_of |= flat(value) if isinstance(value, Mapping) else {name: value}
-    return fields_of
-
-
-def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """A sentence on the fields that differ between stored and requested values; empty if none differs."""
-    changes = [(name, old.get(name), new.get(name)) for name in {**old, **new}]
-    phrases = [f"{name} {there} there, {here} here" for name, there, here in changes if there != here]
-    return "; ".join(phrases[:4]) + (f"; and {len(phrases) - 4} more" if len(phrases) > 4 else "")
-
-
-def default_of(item: Field[Any]) -> Any:
-    """A field's default; ``MISSING`` if it has none."""
-    return item.default if item.default_factory is MISSING else item.default_factory()
 
 
 @dataclass(frozen=True)
@@ -302,7 +270,7 @@ class RunConfig:
     @cached_property
     def id(self) -> str:
         """The run's id: a hash of the whole configuration, equal for equal runs."""
-        return hashlib.sha256(_as_text(_hashed(self.portable)).encode()).hexdigest()[:10]
+        return id_of(self.portable)
 
     @property
     def last_move(self) -> int:
@@ -336,83 +304,10 @@ class RunConfig:
             raise DamagedFileError(f"{source} is damaged ({error}): {remedy}") from error
 
 
-# The fields of the first published runs, which are always hashed. Never change this list. A later field is hashed only if it
-# differs from its default, so that the ids of earlier runs do not change.
-FIRST_FIELDS = frozenset(
-    (
-        *("width", "depth", "head_dim", "vocab_size", "ff_ratio", "ff_multiple", "positions", "activation", "biases", "tied"),
-        *(
-            "residual_factor",
-            "context",
-            "model",
-            "rule",
-            "base_width",
-            "sparsity",
-            "pattern",
-            "allocation",
-            "dynamic",
-            "rounds",
-        ),
-        *("mask_every", "mask_stop", "drop_fraction", "correction", "follow", "record", "init_std", "alpha_input"),
-        *("alpha_output", "optimizer", "lr", "rest_lr", "betas", "momentum", "eps", "eps_scaling", "weight_decay", "decay"),
-        *(
-            "clip",
-            "schedule",
-            "warmup",
-            "steps",
-            "batch_size",
-            "seq_len",
-            "dtype",
-            "data",
-            "valid_data",
-            "valid_batches",
-            "seed",
-        ),
-    )
-)
-
-# All later fields, with the values that earlier runs implied.
+# All fields that were added after the first published runs, with the values that earlier runs implied.
 LATER_FIELDS = {
     item.name: default_of(item) for kind in (RunConfig, ModelConfig) for item in fields(kind) if item.name not in FIRST_FIELDS
 }
-
-
-@cache
-def _defaults(kind: Hashable) -> list[tuple[str, Any]]:
-    """The fields of a kind of configuration, with their defaults."""
-    return [(item.name, default_of(item)) for item in fields(cast(type[RunConfig], kind))]
-
-
-def _hashed(config: RunConfig | ModelConfig) -> dict[str, Any]:
-    return {
-        name: _hashed(value) if isinstance(value, ModelConfig) else value
-        for name, default in _defaults(cast(Hashable, type(config)))
-        if (value := getattr(config, name)) != default or name in FIRST_FIELDS
-    }
-
-
-def _as_text(values: Mapping[str, Any], depth: int = 1) -> str:
-    """The text of ``json.dumps(values, indent=1)``, in a fifth of the time, since json does not use its C encoder with an
-    indent. The page of a large study hashes thousands of runs before it opens."""
-    space = "\n" + " " * depth
-    parts = [f"{_scalar(name)}: {_value_as_text(value, depth + 1)}" for name, value in values.items()]
-    return f"{{{space}{f',{space}'.join(parts)}{space[:-1]}}}"
-
-
-def _value_as_text(value: Any, depth: int) -> str:
-    if isinstance(value, float) and math.isfinite(value):
-        return float.__repr__(value)
-    if isinstance(value, dict):
-        return _as_text(value, depth)
-    if isinstance(value, (list, tuple)) and value:
-        space = "\n" + " " * depth
-        return f"[{space}{f',{space}'.join(_value_as_text(each, depth + 1) for each in value)}{space[:-1]}]"
-    return json.dumps(value) if isinstance(value, (list, tuple)) else _scalar(value)
-
-
-@lru_cache(maxsize=4096, typed=True)
-def _scalar(value: str | int | float | None) -> str:
-    return json.dumps(value)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from smupar.lm.config.run import Execution, RunConfig
 from smupar.lm.model.gpt import GPT, on_meta, parameterized
-from smupar.model.parameterize import no_broadcast
+from smupar.model.factors import no_broadcast
 from smupar.plan.plan import Plan
 from smupar.plan.settings import refuse
 

@@ -33,7 +33,8 @@ import torch
 import xxhash
 
 from smupar import __version__
-from smupar.lm.config.run import STANDARD_LIBRARY, RunConfig, differences, flat
+from smupar.lm.config.fields import differences, flat
+from smupar.lm.config.run import STANDARD_LIBRARY, RunConfig
 from smupar.lm.data.batches import Corpus, CorpusFacts
 from smupar.lm.data.tokenizer import TOKENIZER_FILE
 from smupar.lm.run import checkpoint

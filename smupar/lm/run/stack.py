@@ -24,7 +24,7 @@ from smupar.lm.run.dynamics import make_stacked_sparsifier, read_trace
 from smupar.lm.run.folder import Summary, write_facts
 from smupar.lm.run.schedule import lr_share
 from smupar.lm.run.step import next_token_loss
-from smupar.model.parameterize import add_missing_branches
+from smupar.model.factors import add_missing_branches
 from smupar.output.files import write_atomic
 from smupar.plan.plan import Plan, PlanWarning
 from smupar.updates.law import parse_law

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from smupar.check.audit import audit
+from smupar.check.audit.audit import audit
 from smupar.execute.compiler_cache import guard_compiler_cache
 from smupar.execute.cuda_graphs import Graphed, Upload, compile_static
 from smupar.execute.products import fast_products

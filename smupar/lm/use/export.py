@@ -17,7 +17,8 @@ from smupar.lm.run import checkpoint
 from smupar.lm.run.folder import read_facts, read_summary
 from smupar.lm.use.load import EXPORT_FORMAT, LoadedRun, load_run
 from smupar.model.csr import compress_export
-from smupar.model.parameterize import BRANCH, FACTOR, mask_of
+from smupar.model.factors import BRANCH, FACTOR
+from smupar.model.parameterize import mask_of
 from smupar.output.files import refuse_existing, whole_folder, write_atomic
 from smupar.output.json_files import write_sealed
 from smupar.output.sums import write_sums

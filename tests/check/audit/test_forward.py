@@ -6,7 +6,7 @@ import torch
 import smupar
 from smupar.lm.config.run import ModelConfig
 from smupar.lm.model.gpt import GPT
-from smupar.model.parameterize import has_factor_hook
+from smupar.model.factors import has_factor_hook
 from tests.check.audit.audited import mlp, only_finding
 
 

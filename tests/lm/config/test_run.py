@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from smupar.lm.config.commands import CheckConfig
 from smupar.lm.config.mask_methods import MASK_METHODS
 from smupar.lm.config.presets import preset
-from smupar.lm.config.run import Execution, ModelConfig, RunConfig, _as_text
+from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.config.run_id import as_text
 from smupar.study.config import TransferConfig, TuneConfig
 
 RUN = RunConfig(model=ModelConfig(width=64, depth=1), base_width=32, sparsity=0.75, steps=5, batch_size=2, seq_len=16)
@@ -187,4 +188,4 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text()
 @example({"betas": (0.9, 0.95), "zero": [0.0, -0.0, 0], "one": [1, 1.0, True], "empty": ()})
 def test_text_that_is_hashed_is_what_json_writes(values):
     """Otherwise the ids of runs would change."""
-    assert _as_text(values) == json.dumps(values, indent=1)
+    assert as_text(values) == json.dumps(values, indent=1)

@@ -1,0 +1,322 @@
+"""Derives facts about the results of torch's basic operations from what is known about their inputs.
+
+torch reduces linear layers, matmul, einsum and convolutions to a few operations on views of the parameters.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from smupar.plan.forward.flows import CONSTANT, Dims, Flow, Label, Labels, aligned
+from smupar.plan.forward.recorder import UsageRecorder
+from smupar.plan.forward.uses import Residual, Scalar
+
+# Operations that sum over a product: positions of the two factors among the arguments, and the summed dimension of each
+_PRODUCTS = {
+    "mm": (0, 1, -1, -2),
+    "addmm": (1, 2, -1, -2),
+    "_addmm_activation": (1, 2, -1, -2),
+    "bmm": (0, 1, -1, -2),
+    "baddbmm": (1, 2, -1, -2),
+    "_grouped_mm": (0, 1, -1, -2),
+    "mv": (0, 1, -1, -1),
+    "addmv": (1, 2, -1, -1),
+    "dot": (0, 1, -1, -1),
+    "vdot": (0, 1, -1, -1),
+    "linear": (0, 1, -1, -1),
+}
+_REDUCTIONS = {"sum": 1, "mean": 1, "amax": 1, "norm": 2, "linalg_vector_norm": 2}  # position of ``dim`` among the arguments
+_NORMS = ("linalg_vector_norm", "norm")
+_NORM_LAYERS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
+_KEEP_LENGTH = ("clone", "_to_copy", "clamp", "clamp_min", "add", "sqrt", "rsqrt", "reciprocal", "pow")
+_SOFTMAX = ("_softmax", "_safe_softmax")
+_CHOICES = (*_SOFTMAX, "sigmoid", "hardsigmoid", "topk", "sort", "argmax")
+# multiplication by a factor, and copies
+_KEEP_ENDS = ("mul", "div", "clone", "_to_copy", "native_dropout", "index", "index_select")
+
+
+class Operations(UsageRecorder):
+    """The operations of one pass, in their order."""
+
+    def __init__(self, model: nn.Module, scaling: Mapping[str, Dims], reads: Mapping[str, Dims]) -> None:
+        super().__init__(model, scaling, reads)
+        self._num_results = 0
+        self._sums: list[tuple[Residual, int, int]] = []  # with the bits of the sum, and of its branch alone
+
+    def record(self, name: str, args: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
+        """Derives the facts about the results of one operation."""
+        labels: Labels = ()
+        if name in _PRODUCTS:
+            first, second, *dims = _PRODUCTS[name]
+            flow = self._product((args[first], (dims[0],)), (args[second], (dims[1],)), name)
+            flow = self._plus(flow, list(args[:first]))
+        elif name == "mkldnn_rnn_layer":
+            state = self._product((args[5], (-1,)), (args[2], (1,)), name)
+            flow = self._plus(state | self._product((args[0], (-1,)), (args[1], (1,)), name), list(args[3:5]))
+        elif name == "convolution":
+            flow = self._plus(self._convolution(args), inputs[2:])
+        elif name in ("embedding", "_embedding_bag", "_embedding_bag_forward_only", "index", "index_select"):
+            flow, labels = self._lookup(name, args, inputs, outputs[0])
+        elif any(self.known_of(tensor).flow.is_data for tensor in inputs):
+            flow, labels = self._activation(name, args, inputs, outputs[0])
+        else:
+            flow, labels = self._of_weights(name, args, inputs, outputs[0])
+        if flow.is_data:
+            own = 1 << self._num_results
+            self._num_results += 1
+            flow = replace(flow, past=flow.past | own, stream=flow.stream | own)
+        for output in outputs:
+            self.put(output, flow, labels if output is outputs[0] else ())
+
+    def slice(self, whole: Tensor, parts: list[Tensor]) -> None:
+        """Records which weights made a tensor of which only a part is used."""
+        writers = self.known_of(whole).flow.writers
+        for part in parts if writers else ():
+            for size, size_of_part in zip(whole.shape, part.shape, strict=True):
+                if size != size_of_part:
+                    self.add_event("part", (size, size_of_part), weights=writers)
+
+    # Products
+
+    def _product(self, first: tuple[Tensor, Dims], second: tuple[Tensor, Dims], name: str) -> Flow:
+        """Records a sum over the product of two tensors, each given with its summed dimensions."""
+        factors = [(tensor, tuple(dim % tensor.ndim for dim in dims)) for tensor, dims in (first, second)]
+        weight = self._which_is_weight(factors)
+        if weight is None:
+            return self._dot(*factors)
+        (tensor, dims), (other, _) = factors[weight], factors[1 - weight]
+        batch = {0} if tensor.ndim == 3 and name in ("bmm", "baddbmm", "_grouped_mm") else set()
+        labels = self.labels_of(tensor)
+        self.use(self.labels_of(other) if not self.known_of(other).flow.is_data else ())
+        # A matrix for each of some heads or groups, whose number scales, writes as many outputs.
+        batch -= {dim for dim in batch if any(at in self.scaling[name] for name, at in labels[dim])}
+        outs = [labels[dim] for dim in range(tensor.ndim) if dim not in dims and dim not in batch]
+        return self.weigh([labels[dim] for dim in dims], outs, self.known_of(other).flow)
+
+    def _which_is_weight(self, factors: list[tuple[Tensor, Dims]]) -> int | None:
+        """The position of the factor that is a weight. If both may be, it is the one that does not depend on the example, or
+        the one that is summed like a weight of its layer."""
+        named = [
+            place
+            for place, (tensor, _) in enumerate(factors)
+            if self.known_of(tensor).flow.mark != "weighted" and any(self.labels_of(tensor))
+        ]
+        if len(named) == 2 and len({self.known_of(tensor).flow.is_data for tensor, _ in factors}) == 2:
+            named = [place for place in named if not self.known_of(factors[place][0]).flow.is_data]
+        elif len(named) == 2 and self.known_of(factors[0][0]).flow.is_data:
+            # Both were looked up: rows of a table have one of its dimensions, chosen matrices have several.
+            named = [place for place in named if sum(map(bool, self.labels_of(factors[place][0]))) > 1]
+        if len(named) == 2:
+            summed = [frozenset().union(*(self.labels_of(tensor)[dim] for dim in dims)) for tensor, dims in factors]
+            named = [place for place in named if any(dim in self.reads.get(name, ()) for name, dim in summed[place])]
+        if len(named) == 1:
+            return named[0]
+        for tensor, _ in factors:
+            if not self.known_of(tensor).flow.is_data:
+                self.mark_unclear(self.labels_of(tensor), "a product with another parameter")
+        return None
+
+    def _dot(self, first: tuple[Tensor, Dims], second: tuple[Tensor, Dims]) -> Flow:
+        """Records a sum over the product of two activations."""
+        flows = [self.known_of(tensor).flow for tensor, _ in (first, second)]
+        for number in flows[0].shares | flows[1].shares:
+            self.usage.attention[number] = self.usage.events[number].path
+        self.route(*flows)
+        flow = replace(flows[0] | flows[1], is_data=True, shares=frozenset(), logits=frozenset())
+        if all(each.is_data for each in flows):
+            tensor, dims = first
+            kind = "mix" if flows[0].shares or flows[1].shares else "dot"
+            dot = self.add_event(kind, [tensor.shape[dim] for dim in dims], unit=all(each.mark == "unit" for each in flows))
+            for number in flow.numbers:
+                self.usage.numbers[number].dots.add(dot)
+            flow = replace(flow, scores=frozenset({dot}), numbers=frozenset())
+        return flow
+
+    def _convolution(self, args: Any) -> Flow:
+        x, weight, transposed = args[0], args[1], args[6]
+        kernel = tuple(range(2, weight.ndim))
+        if weight.shape[1] == 1 and args[8] > 1:  # depthwise
+            return self._mixed([x, weight])
+        return self._product((x, (1,)), (weight, (0 if transposed else 1, *kernel)), "convolution")
+
+    def _plus(self, flow: Flow, added: list[Tensor]) -> Flow:
+        """The flow of a product after something, such as a bias, is added."""
+        return flow | self._mixed(added) if added else flow
+
+    # Everything else
+
+    def _lookup(self, name: str, args: Any, inputs: list[Tensor], output: Tensor) -> tuple[Flow, Labels]:
+        """A lookup: indices choose rows of a table, or entries of an activation."""
+        indices = inputs[1:]
+        labels = self.labels_of(args[0])
+        if not any(labels) or self.known_of(args[0]).flow.is_data:
+            for index in indices:
+                self.route(self.known_of(args[0]).flow, self.known_of(index).flow)
+            return reduce(Flow.__or__, (self.known_of(tensor).flow for tensor in inputs)), ()
+        picked, rest = self._picked(name, args, labels, indices)
+        rest = rest if len(rest) == output.ndim else ()
+        is_layer = "embedding" in name
+        if not is_layer and rest and not any(self.known_of(index).flow.is_data for index in indices):
+            return CONSTANT, rest  # constants such as positions choose the rows
+        chooses_inside = any(self.known_of(index).flow.writers for index in indices)
+        for owner, dim in picked:
+            if chooses_inside and not is_layer:
+                self.usage.uses[owner].by_element = True
+            else:
+                self.usage.uses[owner].looked_up.add(dim)
+        written = frozenset[Label]().union(*labels) - picked
+        names = frozenset(owner for owner, dim in written if dim in self.scaling[owner])
+        read = reduce(Flow.__or__, (self.known_of(index).flow for index in indices), CONSTANT)
+        if names:
+            for owner in read.writers:  # the weights that wrote the indices, such as a router's
+                self.usage.uses[owner].is_inside = True
+                self.usage.uses[owner].routes |= read.is_choice
+            read = Flow(is_inside=True, writers=names, past=read.past)
+        return replace(read, is_data=True), () if is_layer else rest
+
+    @staticmethod
+    def _picked(name: str, args: Any, labels: Labels, indices: list[Tensor]) -> tuple[frozenset[Label], Labels]:
+        """The labels of the dimensions that are indexed, and the labels of the result."""
+        places, num_new = [args[1] if name == "index_select" else 0], 1
+        if name == "index":
+            places = [place for place, index in enumerate(args[1]) if index is not None]
+            num_new = max(index.ndim for index in indices)
+        picked = frozenset[Label]().union(*(labels[place] for place in places))
+        return picked, (*labels[: places[0]], *[frozenset[Label]()] * num_new, *labels[places[-1] + 1 :])
+
+    def _activation(self, name: str, args: Any, inputs: list[Tensor], output: Tensor) -> tuple[Flow, Labels]:
+        """An operation on activations, and perhaps parameters, that is neither a product nor a lookup."""
+        flows = [self.known_of(tensor).flow for tensor in inputs]
+        if name == "sum":
+            return self._sum(args, inputs[0]), ()
+        data = [tensor for tensor, each in zip(inputs, flows, strict=True) if each.is_data]
+        flow = self._chosen(name, self._mixed(inputs), data)
+        if name in _NORM_LAYERS or self._is_quotient_by_size(name, flows):
+            flow = replace(flow, is_normed=True)
+        if name == "cat":
+            flow = replace(flow, joins=flow.joins | {self._join(args, inputs, output)})
+        if name in _SOFTMAX:
+            return replace(flow, shares=flow.scores, scores=frozenset()), ()
+        if len(data) == 1 and name in ("mul", "div"):
+            flow = self._times(flow, args[:2], data[0])
+        if len(data) == 1 and name in _KEEP_ENDS:
+            flow = replace(flow, ends=self.known_of(data[0]).flow.ends)
+        if name == "add" and len(data) == 2 and data[0].shape == data[1].shape:
+            return self._residual(flow, *(self.known_of(tensor).flow for tensor in data)), ()
+        if name == "mul" and len(data) == 1 and len(inputs) == 2:
+            labels = aligned([self.labels_of(tensor) for tensor in inputs if tensor is not data[0]], output.ndim)
+            return replace(flow, mark="weighted" if any(labels) else flows[0].mark), labels
+        return replace(flow, mark=self._mark(name, args, inputs, data)), ()
+
+    def _chosen(self, name: str, flow: Flow, data: list[Tensor]) -> Flow:
+        """Records what is weighted by a choice; returns the flow of the result with its logits and choices."""
+        if name in _CHOICES:
+            return replace(flow, choices=flow.choices | flow.logits)
+        if name not in ("mul", "div") or len(data) != 2:
+            return flow
+        if name == "mul" and data[0].shape != data[1].shape:  # equal shapes gate each entry, as in a GLU
+            self.route(*(self.known_of(tensor).flow for tensor in data))
+        return replace(flow, logits=frozenset())
+
+    def _join(self, args: Any, inputs: list[Tensor], output: Tensor) -> int:
+        """Records a concatenation; returns the number of the event."""
+        dim = args[1] if len(args) > 1 else 0
+        return self.add_event("join", [tensor.shape[dim] for tensor in inputs if tensor.ndim == output.ndim])
+
+    def _times(self, flow: Flow, args: Any, activation: Tensor) -> Flow:
+        """The flow of an activation that is multiplied or divided by a number of the module."""
+        factors = [arg for arg in args if arg is not activation]
+        if len(factors) != 1 or (isinstance(factors[0], Tensor) and (factors[0].numel() != 1 or factors[0].is_meta)):
+            return flow
+        number = Scalar(self.paths[-1], float(factors[0]), set(flow.scores))
+        self.usage.numbers.append(number)
+        return flow if flow.scores else replace(flow, numbers=flow.numbers | {len(self.usage.numbers) - 1})
+
+    def _mark(self, name: str, args: Any, inputs: list[Tensor], data: list[Tensor]) -> str:
+        """The mark of a result, for finding dot products and norms: a length, a vector of length 1, a product and so on
+        (``Flow.mark``)."""
+        marks = [self.known_of(tensor).flow.mark for tensor in inputs]
+        if name in _NORMS:
+            return "norm"
+        if name == "mean" and marks[0] == "square":
+            return "rms"
+        if (name == "pow" and args[1] == 2) or (name == "mul" and len(data) == 2 and self._is_same(*data)):
+            return "square"
+        if name in ("div", "mul") and len(inputs) == 2 and marks.count("norm") == 1:
+            return "unit"
+        if name == "mul" and len(data) == 2 and data[0].shape == data[1].shape:
+            return "" if marks == ["unit", "unit"] else "product"
+        return marks[0] if len(data) == 1 and marks[0] in ("norm", "rms", "unit") and name in _KEEP_LENGTH else ""
+
+    def _is_quotient_by_size(self, name: str, flows: list[Flow]) -> bool:
+        """Whether this divides something by its own length or rms."""
+        sizes = [flow for flow in flows if flow.mark in ("norm", "rms")]
+        return name in ("div", "mul") and len(flows) == 2 and len(sizes) == 1 and flows[0].writers == flows[1].writers
+
+    def _is_same(self, first: Tensor, second: Tensor) -> bool:
+        return StorageWeakRef(first.untyped_storage()) == StorageWeakRef(second.untyped_storage())
+
+    def _sum(self, args: Any, tensor: Tensor) -> Flow:
+        """A sum over an activation. It may complete a product that was computed element by element."""
+        flow, labels = self.known_of(tensor).flow, self.labels_of(tensor)
+        dims = {dim % tensor.ndim for dim in (args[1] if len(args) > 1 and args[1] else range(tensor.ndim))}
+        if flow.mark == "weighted" and any(labels[dim] for dim in dims):
+            rest = [labels[dim] for dim in range(tensor.ndim) if dim not in dims]
+            return self.weigh([labels[dim] for dim in sorted(dims)], rest, flow)
+        if flow.mark == "product":
+            self.add_event("dot", [math.prod(tensor.shape[dim] for dim in dims)])
+        return replace(flow | CONSTANT, mark="norm" if flow.mark == "square" else "")
+
+    def _residual(self, flow: Flow, first: Flow, second: Flow) -> Flow:
+        for stream, branch in ((first, second), (second, first)):
+            if stream.stream & branch.past:
+                residual = Residual(self.paths[-1], tuple(sorted(branch.ends)))
+                self._sums.append((residual, 1 << self._num_results, branch.past & ~stream.past))
+                return replace(flow, stream=stream.stream)
+        both = first.ends and second.ends  # attention and MLP in parallel
+        return replace(flow, ends=first.ends | second.ends) if both else flow
+
+    def _of_weights(self, name: str, args: Any, inputs: list[Tensor], output: Tensor) -> tuple[Flow, Labels]:
+        """An operation on parameters and constants alone. The result still counts as a weight if its dimensions can be
+        followed."""
+        labels = [self.labels_of(tensor) for tensor in inputs]
+        if not any(map(any, labels)):
+            return CONSTANT, ()
+        if name == "stack":
+            dim = (args[1] if len(args) > 1 else 0) % output.ndim
+            labels = [(*each[:dim], frozenset(), *each[dim:]) for each in labels]
+        elif name in _REDUCTIONS and len(args) > _REDUCTIONS[name] and args[_REDUCTIONS[name]]:
+            gone = {dim % inputs[0].ndim for dim in args[_REDUCTIONS[name]]} if output.ndim < inputs[0].ndim else set()
+            labels = [tuple(each for dim, each in enumerate(labels[0]) if dim not in gone)]
+        if max(map(len, labels)) == output.ndim:
+            found = aligned(labels, output.ndim)
+            return CONSTANT, tuple(each if size > 1 else frozenset() for each, size in zip(found, output.shape, strict=True))
+        for each in labels:
+            self.mark_unclear(each, name)
+        return Flow(is_data=True, is_inside=True), ()
+
+    def _mixed(self, tensors: list[Tensor]) -> Flow:
+        """The flow of an operation that mixes these tensors element by element."""
+        flow = reduce(Flow.__or__, (self.known_of(tensor).flow for tensor in tensors), CONSTANT)
+        for tensor in tensors:
+            if not self.known_of(tensor).flow.is_data and self.use(self.labels_of(tensor)):
+                flow = replace(flow, is_inside=True)
+        return flow
+
+    def end_residuals(self) -> None:
+        """Records the residual branches. Of sums inside a branch, only the outermost counts."""
+        for residual, bit, _ in self._sums:
+            around = (other.path for other, _, own in self._sums if bit & own)  # sums whose branch contains this one
+            if not any(_is_in(residual.path, path) for path in around):
+                self.usage.residuals.append(residual)
+
+
+def _is_in(path: str, other: str) -> bool:
+    return path == other or path.startswith(f"{other}.") or not other

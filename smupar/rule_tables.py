@@ -1,0 +1,183 @@
+"""Table 1 and the table of depth rules as text: for a terminal, and for the page docs/rules.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from fractions import Fraction
+
+from smupar.rules import DEPTH_RULES, MUP, SMUPAR, SMUPAR_ALIGNED, SP, TABLE_1, DepthRule, Rule
+
+
+def table() -> list[list[str]]:
+    """Table 1 as text, header first: the quantity, a column for each rule, and the source."""
+
+    def init(role: str) -> Callable[[Rule], str]:
+        return lambda rule: rule.init_var[role].times("s^2")
+
+    def lr(family: str, role: str) -> Callable[[Rule], str]:
+        return lambda rule: rule.lr[family][role].times("eta")
+
+    def decay(family: str, role: str) -> Callable[[Rule], str]:
+        return lambda rule: rule.decay(family, role).times("lambda")
+
+    def forward(role: str, alpha: str, product: str) -> Callable[[Rule], str]:
+        return lambda rule: rule.forward[role].times(f"{alpha} {product}" if rule.has_alphas else product)
+
+    def attention(rule: Rule) -> str:
+        return "q.k / d_head" if rule.attention_exponent == -1 else "q.k / sqrt(d_head)"
+
+    sgd_vector = "muP; not printed in the paper"
+    tuned = "ours: LR times decay stays as tuned"
+    router = "ours: muP's output weight, without a forward factor"
+    lines: list[tuple[str, Callable[[Rule], str], str]] = [
+        ("embedding init variance", init("embedding"), "Table 1"),
+        ("embedding LR (Adam family)", lr("adam", "embedding"), "Table 1"),
+        ("embedding LR (SGD family)", lr("sgd", "embedding"), sgd_vector),
+        ("embedding decay (Adam family)", decay("adam", "embedding"), tuned),
+        ("embedding forward", forward("embedding", "alpha_in", "x W"), "Table 1"),
+        ("hidden init variance", init("hidden"), "Table 1"),
+        ("hidden LR (Adam family)", lr("adam", "hidden"), "Table 1"),
+        ("hidden LR (SGD family)", lr("sgd", "hidden"), "App. D, and muP where m_out differs from m_in"),
+        ("hidden LR (Muon)", lr("muon", "hidden"), "ours: Muon sizes its own update"),
+        ("hidden decay (Adam family)", decay("adam", "hidden"), tuned),
+        ("hidden decay (SGD family)", decay("sgd", "hidden"), tuned),
+        ("unembedding init variance", init("unembedding"), "as the tied one"),
+        ("unembedding LR (Adam family)", lr("adam", "unembedding"), "as the tied one"),
+        ("unembedding LR (SGD family)", lr("sgd", "unembedding"), sgd_vector),
+        ("unembedding decay (Adam family)", decay("adam", "unembedding"), tuned),
+        ("unembedding forward", forward("unembedding", "alpha_out", "x W^T"), "Table 1"),
+        ("router init variance", init("router"), router),
+        ("router LR (Adam family)", lr("adam", "router"), router),
+        ("router LR (SGD family)", lr("sgd", "router"), router),
+        ("router decay (Adam family)", decay("adam", "router"), tuned),
+        ("norms, biases LR (Adam family)", lr("adam", "vector"), "matches muP"),
+        ("norms, biases LR (SGD family)", lr("sgd", "vector"), sgd_vector),
+        ("norms, biases decay (Adam family)", decay("adam", "vector"), tuned),
+        ("tensors that do not scale, LR", lr("adam", "fixed"), "muP"),
+        ("attention logits", attention, "Table 1"),
+    ]
+    rules = TABLE_1
+    header = ["what", *(rule.title for rule in rules), "source"]
+    return [header, *([what, *map(entry, rules), source] for what, entry, source in lines)]
+
+
+def short_table() -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """Table 1 for Adam's family under SP, muP and SmuPar, as narrow as a terminal: header, and rows with their roles."""
+    (_, *titles, _), *rows = table()
+    kept = [titles.index(rule.title) for rule in (SP, MUP, SMUPAR)]
+    found = []
+    for name, *cells in rows:
+        if "(SGD" not in name and "(Muon" not in name:
+            role, quantity = name.removesuffix(" (Adam family)").removesuffix(" variance").rsplit(maxsplit=1)
+            found.append((role.rstrip(","), [quantity, *(cells[column] for column in kept)]))
+    return ["", *(titles[column] for column in kept)], found
+
+
+def depth_table() -> list[list[str]]:
+    """The depth rules as text, header first: the quantity, a column for each depth rule, and the source."""
+
+    def power(symbol: str, exponent: Fraction) -> str:
+        if exponent == 0:
+            return symbol
+        size = "m_depth" if abs(exponent) == 1 else "sqrt(m_depth)"
+        return f"{symbol} / {size}" if exponent < 0 else f"{symbol} {size}"
+
+    printed = "CompleteP's Table 1"
+    lines: list[tuple[str, Callable[[DepthRule], str], str]] = [
+        ("residual branch, forward", lambda rule: power("x + F(x)", rule.branch), printed),
+        ("weights, norms, biases in blocks: LR (Adam family)", lambda rule: power("eta", rule.lr("adam")), printed),
+        ("the same: LR (Muon)", lambda rule: power("eta", rule.lr("muon")), "ours: as Adam"),
+        ("the same: LR (SGD family)", lambda rule: power("eta", rule.lr("sgd")), "ours: derived"),
+        (
+            "the same: decay (Adam family)",
+            lambda rule: power("lambda", -rule.lr("adam")),
+            "ours: LR times decay stays as tuned",
+        ),
+        ("the same: Adam's epsilon, where it scales", lambda rule: power("eps", rule.eps), printed),
+    ]
+    header = ["inside residual blocks, beside the factors above", *(rule.title for rule in DEPTH_RULES.values()), "source"]
+    return [header, *([what, *map(entry, DEPTH_RULES.values()), source] for what, entry, source in lines)]
+
+
+# How the page writes the letters of the tables. Other letters stay as they are.
+_LATEX = {
+    "s": r"\sigma",
+    "eta": r"\eta",
+    "lambda": r"\lambda",
+    "eps": r"\epsilon",
+    "alpha_in": r"\alpha_\text{in}",
+    "alpha_out": r"\alpha_\text{out}",
+    "m_in": r"m_\text{in}",
+    "m_out": r"m_\text{out}",
+    "m_rho": r"m_\rho",
+    "m_depth": r"m_\text{depth}",
+    "d_head": r"d_\text{head}",
+    "T": r"\top",
+}
+
+
+def formula(text: str) -> str:
+    """A cell of a table, such as ``eta / sqrt(m_depth)``, as mathematics that GitHub and the site render."""
+    roots = re.sub(r"sqrt\((\w+)\)", r"\\sqrt{\1}", text).replace(".", r" \cdot ")
+    return "$" + re.sub(r"[A-Za-z]\w*", lambda word: _LATEX.get(word[0], word[0]), roots) + "$"
+
+
+def _as_page(rows: list[list[str]]) -> list[str]:
+    """A table of rules in Markdown. The first column and the last are words, the others formulas."""
+    header, *body = rows
+    lines = []
+    for what, *cells, source in body:
+        source = re.sub(r"\bm_\w+", lambda name: formula(name[0]), source)
+        lines.append("| " + " | ".join([what, *map(formula, cells), source]) + " |")
+    return ["| " + " | ".join(header) + " |", "|" + "---|" * len(header), *lines]
+
+
+def markdown() -> str:
+    """The page docs/rules.md, generated so that it cannot drift from the code."""
+    defaults = ", ".join(f"{rule.title}: {DEPTH_RULES[rule.depth].title}" for rule in (SP, MUP, SMUPAR))
+    lines = [
+        "# The rules",
+        "",
+        "Generated from `smupar/rules.py` by `smupar rules --markdown`; a test keeps both equal.",
+        "",
+        r"$\sigma$ is the base init std, $\eta$ the base learning rate, $\lambda$ the base weight decay. $m_\text{in}$ and",
+        r"$m_\text{out}$ are the width multipliers of a tensor's own fan-in and fan-out (the paper's $m_d$ where both are",
+        r"equal), and $m_\rho$ is its density over the base density. In a terminal `smupar rules` writes them as `s`, `eta`,",
+        "`lambda`, `m_in`, `m_out` and `m_rho`.",
+        "",
+        "Init variances are those of the kept weights. Embeddings and vectors scale in one dimension, with multiplier",
+        r"$m_\text{out}$. The unembedding scales in one too, with multiplier $m_\text{in}$. Norms, biases and tensors that do",
+        "not scale keep the model's own init.",
+        "",
+        "A router writes a fixed number of logits, whose softmax, sigmoid or largest entries weight or choose the outputs of",
+        "other layers, as in mixtures of experts. It is an output weight inside the network (arXiv 2508.09752). As a hidden",
+        r"weight its init variance would be $1 / m_\text{in}$. Then gradients that pass through it would outgrow all others",
+        r"like $\sqrt{m_\text{in}}$, and so would the changes of its logits that these cause in its input. Its initial logits",
+        r"shrink like $1 / \sqrt{m_\text{in}}$, as the readout's do, and each update moves them equally far at every width. A",
+        r"router stays dense, so that $m_\rho$ is 1, unless a density or a mask names it.",
+        "",
+        *_as_page(table()),
+        "",
+        "## Two terms",
+        "",
+        f"The rule `{SMUPAR_ALIGNED.name}` is ours. It is SmuPar, with another learning rate (Adam family) for hidden weights:",
+        "",
+        "$$",
+        r"\frac{\eta}{m} \sqrt{\frac{N_0 + \kappa}{N_0 + \kappa / m}} \qquad\text{where}\qquad m = m_\text{in} m_\rho",
+        "$$",
+        "",
+        r"and $N_0$ is the number of kept weights per neuron of that layer in the base model. $\kappa$, as measured there",
+        "by `smupar.observe` (`observation.kappa()`), says how many weights of a neuron must agree before that counts as",
+        "much as the part of an update in which they do not. The factor is $1 / m$ while all agree, which is SmuPar's, and",
+        r"$1 / \sqrt{m}$ if none do. The decay is multiplied by the inverse, as for all rules. Whether it is better than",
+        "SmuPar has not been measured.",
+        "",
+        "## Depth",
+        "",
+        r"$m_\text{depth}$ is the number of residual blocks over the base model's. A residual branch $F$ is what a block adds",
+        f"to its input. Unless you name another depth rule, the rules have these ({defaults}).",
+        "",
+        *_as_page(depth_table()),
+    ]
+    return "\n".join(lines) + "\n"
