@@ -10,7 +10,7 @@ from smupar.rules import DEPTH_RULES, MUP, SMUPAR, SMUPAR_ALIGNED, SP, TABLE_1, 
 
 
 def table() -> list[list[str]]:
-    """Table 1 as text, header first: the quantity, a column for each rule, and the source."""
+    """Table 1 as text. The first row is the header: the quantity, one column for each rule, and the source."""
 
     def init(role: str) -> Callable[[Rule], str]:
         return lambda rule: rule.init_var[role].times("s^2")
@@ -42,8 +42,8 @@ def table() -> list[list[str]]:
         ("hidden LR (Muon)", lr("muon", "hidden"), "ours: Muon sizes its own update"),
         ("hidden decay (Adam family)", decay("adam", "hidden"), tuned),
         ("hidden decay (SGD family)", decay("sgd", "hidden"), tuned),
-        ("unembedding init variance", init("unembedding"), "as the tied one"),
-        ("unembedding LR (Adam family)", lr("adam", "unembedding"), "as the tied one"),
+        ("unembedding init variance", init("unembedding"), "as the tied embedding"),
+        ("unembedding LR (Adam family)", lr("adam", "unembedding"), "as the tied embedding"),
         ("unembedding LR (SGD family)", lr("sgd", "unembedding"), sgd_vector),
         ("unembedding decay (Adam family)", decay("adam", "unembedding"), tuned),
         ("unembedding forward", forward("unembedding", "alpha_out", "x W^T"), "Table 1"),
@@ -59,23 +59,23 @@ def table() -> list[list[str]]:
     ]
     rules = TABLE_1
     header = ["what", *(rule.title for rule in rules), "source"]
-    return [header, *([what, *map(entry, rules), source] for what, entry, source in lines)]
+    return [header, *([quantity, *map(entry, rules), source] for quantity, entry, source in lines)]
 
 
 def short_table() -> tuple[list[str], list[tuple[str, list[str]]]]:
-    """Table 1 for Adam's family under SP, muP and SmuPar, as narrow as a terminal: header, and rows with their roles."""
+    """(header, rows by role) of Table 1 for Adam's family under SP, muP and SmuPar, which fits into a terminal."""
     (_, *titles, _), *rows = table()
     kept = [titles.index(rule.title) for rule in (SP, MUP, SMUPAR)]
-    found = []
+    rows_by_role = []
     for name, *cells in rows:
         if "(SGD" not in name and "(Muon" not in name:
             role, quantity = name.removesuffix(" (Adam family)").removesuffix(" variance").rsplit(maxsplit=1)
-            found.append((role.rstrip(","), [quantity, *(cells[column] for column in kept)]))
-    return ["", *(titles[column] for column in kept)], found
+            rows_by_role.append((role.rstrip(","), [quantity, *(cells[column] for column in kept)]))
+    return ["", *(titles[column] for column in kept)], rows_by_role
 
 
 def depth_table() -> list[list[str]]:
-    """The depth rules as text, header first: the quantity, a column for each depth rule, and the source."""
+    """The depth rules as text. The first row is the header: the quantity, one column for each depth rule, and the source."""
 
     def power(symbol: str, exponent: Fraction) -> str:
         if exponent == 0:
@@ -97,7 +97,7 @@ def depth_table() -> list[list[str]]:
         ("the same: Adam's epsilon, where it scales", lambda rule: power("eps", rule.eps), printed),
     ]
     header = ["inside residual blocks, beside the factors above", *(rule.title for rule in DEPTH_RULES.values()), "source"]
-    return [header, *([what, *map(entry, DEPTH_RULES.values()), source] for what, entry, source in lines)]
+    return [header, *([quantity, *map(entry, DEPTH_RULES.values()), source] for quantity, entry, source in lines)]
 
 
 # How the page writes the letters of the tables. Other letters stay as they are.
@@ -124,12 +124,12 @@ def formula(text: str) -> str:
 
 
 def _as_page(rows: list[list[str]]) -> list[str]:
-    """A table of rules in Markdown. The first column and the last are words, the others formulas."""
+    """A table of rules in Markdown. The first and the last column hold words, and the others hold formulas."""
     header, *body = rows
     lines = []
-    for what, *cells, source in body:
+    for quantity, *cells, source in body:
         source = re.sub(r"\bm_\w+", lambda name: formula(name[0]), source)
-        lines.append("| " + " | ".join([what, *map(formula, cells), source]) + " |")
+        lines.append("| " + " | ".join([quantity, *map(formula, cells), source]) + " |")
     return ["| " + " | ".join(header) + " |", "|" + "---|" * len(header), *lines]
 
 
@@ -139,7 +139,7 @@ def markdown() -> str:
     lines = [
         "# The rules",
         "",
-        "Generated from `smupar/rules.py` by `smupar rules --markdown`; a test keeps both equal.",
+        "`smupar rules --markdown` generates this page from `smupar/rules.py`. A test fails if they differ.",
         "",
         r"$\sigma$ is the base init std, $\eta$ the base learning rate, $\lambda$ the base weight decay. $m_\text{in}$ and",
         r"$m_\text{out}$ are the width multipliers of a tensor's own fan-in and fan-out (the paper's $m_d$ where both are",
@@ -151,11 +151,12 @@ def markdown() -> str:
         "not scale keep the model's own init.",
         "",
         "A router writes a fixed number of logits, whose softmax, sigmoid or largest entries weight or choose the outputs of",
-        "other layers, as in mixtures of experts. It is an output weight inside the network (arXiv 2508.09752). As a hidden",
-        r"weight its init variance would be $1 / m_\text{in}$. Then gradients that pass through it would outgrow all others",
-        r"like $\sqrt{m_\text{in}}$, and so would the changes of its logits that these cause in its input. Its initial logits",
-        r"shrink like $1 / \sqrt{m_\text{in}}$, as the readout's do, and each update moves them equally far at every width. A",
-        r"router stays dense, so that $m_\rho$ is 1, unless a density or a mask names it.",
+        "other layers, as in mixtures of experts. It is an output weight inside the network (arXiv 2508.09752). A hidden",
+        r"weight's init variance, $1 / m_\text{in}$, would be too large for it. Gradients that pass through the router would",
+        r"then outgrow all others like $\sqrt{m_\text{in}}$. They change the layers before it, so its logits would change too",
+        r"fast as well. With Table 1's numbers the initial logits shrink like $1 / \sqrt{m_\text{in}}$, as the readout's do,",
+        r"and each update moves them equally far at every width. A router stays dense, so that $m_\rho$ is 1, unless a density",
+        "or a mask names it.",
         "",
         *_as_page(table()),
         "",
@@ -167,11 +168,12 @@ def markdown() -> str:
         r"\frac{\eta}{m} \sqrt{\frac{N_0 + \kappa}{N_0 + \kappa / m}} \qquad\text{where}\qquad m = m_\text{in} m_\rho",
         "$$",
         "",
-        r"and $N_0$ is the number of kept weights per neuron of that layer in the base model. $\kappa$, as measured there",
-        "by `smupar.observe` (`observation.kappa()`), says how many weights of a neuron must agree before that counts as",
-        "much as the part of an update in which they do not. The factor is $1 / m$ while all agree, which is SmuPar's, and",
-        r"$1 / \sqrt{m}$ if none do. The decay is multiplied by the inverse, as for all rules. Whether it is better than",
-        "SmuPar has not been measured.",
+        r"and $N_0$ is the number of kept weights per neuron of that layer in the base model. An update moves a neuron's",
+        "output in two parts: one on which the neuron's weights agree, and one on which they do not. For a neuron of",
+        r"$\kappa$ weights both parts are equally large. `smupar.observe` measures $\kappa$ in the base model",
+        r"(`observation.kappa()`). If all weights agree, the factor on $\eta$ is SmuPar's $1 / m$; if none do, it is",
+        r"$1 / \sqrt{m}$. The decay is multiplied by the inverse, as for all rules. Whether this rule is better than SmuPar",
+        "has not been measured.",
         "",
         "## Depth",
         "",

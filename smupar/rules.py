@@ -75,11 +75,11 @@ class Rule:
     has_alphas: bool
     # attention logits are q.k * d_head ** attention_exponent
     attention_exponent: float
-    # role -> factor on Adam's epsilon, if epsilon is to scale with the gradients
+    # role -> factor on Adam's epsilon, used if epsilon is to scale with the gradients
     eps: dict[str, Power] = field(default_factory=dict)
     # the default depth rule
     depth: str = "none"
-    # optimizer families whose hidden learning rates get the factor ``two_terms``
+    # optimizer families whose hidden learning rates are corrected by the function ``two_terms``
     two_terms: tuple[str, ...] = ()
 
     def decay(self, family: str, role: str) -> Power:
@@ -109,8 +109,9 @@ SP = Rule(
 MUP = Rule(
     name="mup",
     title="muP",
-    # A router is an output weight inside the network: it writes a fixed number of logits. Raw routers belong to no layer that
-    # a hook could scale, so the unembedding's forward factor 1 / m_in is moved into the router's init and learning rates.
+    # A router is an output weight inside the network: it writes a fixed number of logits. It may be a bare parameter, without
+    # a layer that a hook could scale. So the unembedding's forward factor 1 / m_in becomes a part of the router's init and
+    # learning rates.
     init_var={"embedding": ONE, "hidden": over(m_in=1), "unembedding": ONE, "router": over(m_in=2)},
     lr={
         "adam": {**_FLAT, "hidden": over(m_in=1), "router": over(m_in=1)},
@@ -132,7 +133,7 @@ MUP = Rule(
         "embedding": Power(m_out=-1),
         "hidden": over(m_in=1),
         "unembedding": over(m_in=1),
-        "router": ONE,  # a change of its logits changes the loss as much at every width
+        "router": ONE,  # an equal change of its logits changes the loss equally at every width
         "vector": Power(m_out=-1),
         "fixed": ONE,
     },
@@ -160,16 +161,16 @@ RULES = {rule.name: rule for rule in (*TABLE_1, SMUPAR_ALIGNED)}
 
 
 def two_terms(m: float, per_neuron: float, kappa: float) -> float:
-    """smupar-aligned's factor on a hidden learning rate, in place of SmuPar's 1 / m with m = m_in m_rho.
+    """The correction by which smupar-aligned multiplies SmuPar's hidden learning rate eta / m, where m = m_in m_rho.
 
-    An update of a neuron's n weights moves its output by two parts: one on which the weights agree, which adds up like n, and
-    one that adds up like sqrt(n). Together they are sqrt(n (n + kappa)), where kappa is the number of agreeing weights for
-    which both parts are equal. The move stays as large as in the proxy, where n is N0, if the learning rate is divided by m and
-    multiplied by sqrt((N0 + kappa) / (N0 + kappa / m)). So the factor is 1 / m if all weights agree, and 1 / sqrt(m) if none
-    do.
+    An update of a neuron's n weights moves its output. The part of the move on which the weights agree grows like n. The part
+    on which they do not agree grows like sqrt(n). Together both are proportional to sqrt(n (n + kappa)), and they are equally
+    large at n = kappa. The proxy has n = N0 weights per neuron, the model m N0. Both models move equally far if the learning
+    rate is divided by m and multiplied by this correction. The two factors together are 1 / m if all weights agree (kappa = 0),
+    and 1 / sqrt(m) if none do.
 
-    per_neuron  N0, kept weights per neuron of this layer in the proxy
-    kappa       the proxy's, as measured by ``smupar.observe``
+    per_neuron  N0, the number of kept weights per neuron of this layer in the proxy
+    kappa       the proxy's kappa, as measured by ``smupar.observe``
     """
     return math.sqrt((per_neuron + kappa) / (per_neuron + kappa / m))
 
@@ -183,9 +184,9 @@ class DepthRule:
     """One column of the table of depth rules, for a model of residual blocks ``x + branch(x)``. All exponents follow from
     alpha.
 
-    A branch is divided by m_depth^alpha. Each of m_depth blocks may change the stream by 1 / m_depth, so an update of a weight
-    may change its branch by m_depth^(alpha - 1). Updates of Adam and Muon have the size of their learning rate. Updates of SGD
-    also follow the gradient, which is divided by m_depth^alpha like the branch.
+    A branch is divided by m_depth^alpha. Each of m_depth blocks may change the residual stream by 1 / m_depth, so an update of
+    a weight may change its branch by m_depth^(alpha - 1). Updates of Adam and Muon have the size of their learning rate.
+    Updates of SGD also follow the gradient, which is divided by m_depth^alpha like the branch.
     """
 
     name: str

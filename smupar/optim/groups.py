@@ -1,7 +1,7 @@
 """Optimizer groups from a plan, for any torch optimizer.
 
-The factor is part of each group's ``lr``, so training loops need no change. Groups also have ``name``, ``lr_factor``,
-``family`` and ``decay``, which the audit, the guard and people read.
+Each group's ``lr`` includes its factor of Table 1, so training loops need no change. Groups also have ``name``, ``lr_factor``,
+``family`` and ``decay``, which the audit and the guard read.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ def param_groups(
     eps_value     base epsilon; default for "constant" the optimizer's own, for "width" 1e-8
     only          "hidden" | "rest", for two optimizers on one model, such as Muon for hidden weights and AdamW for the rest
     no_decay      parameters without weight decay: globs, or a function (name, parameter) -> bool
-    extra         groups of your own, appended as copies; parameters in them are left out of the plan's groups
+    extra         groups of your own, appended as copies; the plan's groups leave out the parameters in them
     """
     family, weight_decay = family_of(optimizer), float(weight_decay)
     choice("decay", decay, ("independent", "coupled"))
     choice("eps", eps, ("constant", "width"))
     choice("only", only, (None, "hidden", "rest"))
-    _refuse_all_but_hidden(facts_of(optimizer), only)
+    _refuse_without_rest(facts_of(optimizer), only)
     model = unwrapped(model)
     check_parameterized(model)
     attach(model, plan)
     users = _users_groups(extra)
-    trained = _trained(model, plan, users)
+    trained = _trained_parameters(model, plan, users)
     undecayed = _undecayed(no_decay, trained)
     members: dict[tuple[float, float, float], list[PlanRow]] = {}
     for name in trained:
@@ -77,10 +77,10 @@ def param_groups(
     _warn_of_forgetting(groups, optimizer)
     if decay == "independent" and any(row.eps_factor != 1 for key, rows in members.items() if key[1] for row in rows):
         _warn_of_decay_in_gradient(optimizer)
-    return _distinct(groups) + users
+    return _number_equal_names(groups) + users
 
 
-def _refuse_all_but_hidden(facts: OptimizerFacts, only: str | None) -> None:
+def _refuse_without_rest(facts: OptimizerFacts, only: str | None) -> None:
     refuse(
         facts.hidden_only and only != "hidden",
         f"{facts.name} is for hidden matrices: use param_groups(..., optimizer={facts.name.lower()!r}, only='hidden') for "
@@ -104,7 +104,7 @@ def _users_groups(extra: Iterable[Mapping[str, Any]] | None) -> list[dict[str, A
     return users
 
 
-def _trained(model: nn.Module, plan: Plan, users: list[dict[str, Any]]) -> dict[str, nn.Parameter]:
+def _trained_parameters(model: nn.Module, plan: Plan, users: list[dict[str, Any]]) -> dict[str, nn.Parameter]:
     taken = {id(parameter) for group in users for parameter in group["params"]}
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad and id(p) not in taken}
     unplanned = [name for name in parameters if name not in plan]
@@ -129,14 +129,14 @@ def _warn_of_forgetting(groups: list[dict[str, Any]], optimizer: object) -> None
     shrinks = [float(group["lr"]) * group["weight_decay"] for group in groups]
     if not groups or max(shrinks) <= _FORGETS or not decouples_decay(optimizer):
         return
-    most = max(shrinks)
-    group = groups[shrinks.index(most)]
+    largest = max(shrinks)
+    group = groups[shrinks.index(largest)]
     is_coupled = group["decay"] == "coupled" and group["lr_factor"] > 1
     remedy = "decay='independent', which takes the factor out of the decay, or a lower" if is_coupled else "a lower lr or"
     warnings.warn(
-        f"weight decay shrinks {group['name']!r} by {most:.2g} of its size at each step: learning rate "
+        f"weight decay shrinks {group['name']!r} by {largest:.2g} of its size at each step: learning rate "
         f"{float(group['lr']):.3g}, which includes the factor {group['lr_factor']:.3g}, times decay "
-        f"{group['weight_decay']:.3g}. It forgets within {math.ceil(1 / most)} steps. Pass {remedy} weight_decay",
+        f"{group['weight_decay']:.3g}. It forgets within {math.ceil(1 / largest)} steps. Pass {remedy} weight_decay",
         PlanWarning,
         stacklevel=3,
     )
@@ -167,10 +167,12 @@ def groups_by_optimizer(
     decayed: str = "all",
     **settings: Any,
 ) -> list[tuple[str, list[dict[str, Any]]]]:
-    """The groups of every optimizer of a run, by optimizer name. With a ``rest_lr`` the named optimizer takes the hidden
-    weights, and AdamW takes the rest at that learning rate. Muon takes hidden matrices only, so its ``rest_lr`` is ``lr`` by
-    default. Optimizers that have an epsilon get one, and the roles in ``DECAYED[decayed]`` get weight decay. ``settings`` are
-    those of ``param_groups``."""
+    """(optimizer name, its groups) for every optimizer of a run.
+
+    With a ``rest_lr``, ``optimizer`` trains the hidden weights, and AdamW trains the rest at that learning rate. Muon takes
+    hidden matrices only, so its ``rest_lr`` is ``lr`` by default. ``decayed`` is a key of ``DECAYED``, which holds the roles
+    that get weight decay. ``settings`` are passed to ``param_groups``.
+    """
     choice("decayed", decayed, DECAYED)
     if decayed != "all":
         settings["no_decay"] = lambda name, _: plan[name].role not in DECAYED[decayed]
@@ -193,7 +195,7 @@ def _undecayed(no_decay: NoDecay | None, parameters: Mapping[str, nn.Parameter])
     if callable(no_decay):
         return {name for name, parameter in parameters.items() if no_decay(name, parameter)}
     globs = [no_decay] if isinstance(no_decay, str) else list(no_decay)
-    # One name at a time, since the order of overlapping globs does not matter here.
+    # Globs are matched one by one, since overlapping globs are allowed here.
     matched = (match_globs({glob: True}, parameters, what="no_decay", among="trained parameters") for glob in globs)
     return {name for names in matched for name in names}
 
@@ -214,7 +216,7 @@ def _group_name(rows: list[PlanRow], group: Mapping[str, Any], weight_decay: flo
     return ", ".join(parts)
 
 
-def _distinct(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _number_equal_names(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
     seen: dict[str, int] = {}
     for group in groups:
         seen[group["name"]] = count = seen.get(group["name"], 0) + 1

@@ -26,10 +26,10 @@ def guard(optimizer: Any) -> None:
     ``audit`` calls this function. It costs a comparison of a few numbers at each step. Groups that ``param_groups`` did not
     make are ignored.
     """
-    for each in optimizers(optimizer):
-        if seam_of(each).owner(_Guard) is None:
+    for inner in optimizers(optimizer):
+        if seam_of(inner).owner(_Guard) is None:
             watch = _Guard()
-            seam_of(each).add(watch, check_ratios=watch.check, count=watch.count)
+            seam_of(inner).add(watch, check_ratios=watch.check, count=watch.count)
 
 
 def num_steps(optimizer: torch.optim.Optimizer) -> int:
@@ -59,8 +59,8 @@ def _same(a: float, b: float) -> bool:
 
 
 def wrong_groups(optimizer: torch.optim.Optimizer) -> tuple[float, list[dict[str, Any]]]:
-    """The base learning rate that most groups of ``param_groups`` imply (the first in a tie), and the groups that differ from
-    it."""
+    """The base learning rate that most groups of ``param_groups`` imply, and the groups that imply another. In a tie the first
+    group decides."""
     groups = [group for group in optimizer.param_groups if "lr_factor" in group]
     on_gpu = any(isinstance(group["lr"], Tensor) and group["lr"].device.type != "cpu" for group in groups)
     if len(groups) < 2 or on_gpu:  # reading a GPU tensor at each step would stall the GPU
@@ -70,8 +70,8 @@ def wrong_groups(optimizer: torch.optim.Optimizer) -> tuple[float, list[dict[str
     # the usual case, and fast: this runs at each step, for up to one group per hidden weight
     if all(_same(bases[0], other) for other in bases):
         return bases[0], []
-    most = max(bases, key=lambda base: sum(_same(base, other) for other in bases))
-    return most, [group for group, base in zip(groups, bases, strict=True) if not _same(base, most)]
+    usual = max(bases, key=lambda base: sum(_same(base, other) for other in bases))
+    return usual, [group for group, base in zip(groups, bases, strict=True) if not _same(base, usual)]
 
 
 def ratio_problem(optimizer: torch.optim.Optimizer) -> str | None:

@@ -53,21 +53,21 @@ def measured_or_corrected(measured: Tensor, corrected: Tensor) -> Tensor:
 
 
 def layer_rates(model: nn.Module, plan: Plan, optimizer: Any) -> LayerRates:
-    """The layer rates of an optimizer, or of several on one model. The first call makes them."""
+    """The layer rates of an optimizer, or of several optimizers on one model. The first call makes them."""
 
-    def hidden() -> dict[int, str]:
+    def hidden_names() -> dict[int, str]:
         return {id(p): n for n, p in unwrapped(model).named_parameters() if n in plan and plan[n].role == "hidden"}
 
-    names = hidden()
-    present = {each: seam_of(each).owner(LayerRates) for each in optimizers(optimizer)}
-    for each, own in present.items():
-        (_refuse_groups if own is None else _refuse_other_model)(each, names)
+    names = hidden_names()
+    present = {inner: seam_of(inner).owner(LayerRates) for inner in optimizers(optimizer)}
+    for inner, known_rates in present.items():
+        (_refuse_groups if known_rates is None else _refuse_other_model)(inner, names)
     rates = next(filter(None, present.values()), None) or LayerRates()
-    for each in (each for each, own in present.items() if own is None):
-        _split(each, names)
-        seam_of(each).add(rates, set_rates=rates.set_rates, restore_rates=rates.restore_rates)
+    for inner in (inner for inner, known_rates in present.items() if known_rates is None):
+        _split(inner, names)
+        seam_of(inner).add(rates, set_rates=rates.set_rates, restore_rates=rates.restore_rates)
         # A state dict may have been saved without group names.
-        each.register_load_state_dict_post_hook(lambda loaded: _name(loaded, hidden()))
+        inner.register_load_state_dict_post_hook(lambda loaded: _name_groups(loaded, hidden_names()))
     return rates
 
 
@@ -102,7 +102,7 @@ def _refuse_other_model(optimizer: torch.optim.Optimizer, names: dict[int, str])
                 )
 
 
-def _name(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
+def _name_groups(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> None:
     for group in optimizer.param_groups:
         if len(group["params"]) == 1 and id(group["params"][0]) in names:
             group[_WEIGHT] = names[id(group["params"][0])]

@@ -1,8 +1,9 @@
-"""Residual branches: finds the modules whose outputs are added to the residual stream, and the factor that a depth rule gives
-each.
+"""Finds the modules that end residual branches, and the factor by which a depth rule multiplies each branch.
 
-The user names these modules, or a forward pass of the base shows them. Models that already scale their branches by depth are
-refused or reset, so that depth is not counted twice.
+A residual block computes ``x + branch(x)``. A module ends a branch if its output is added to x, the residual stream.
+
+The user names these modules, or a forward pass of the base shows them. A model that already scales its branches by depth is
+refused, or gets the base's numbers, so that depth is not counted twice.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from smupar.plan.scales.multipliers import Multiplier
 from smupar.plan.settings import layer_glob, match_globs, refuse
 from smupar.rules import DepthRule, depth_factor
 
-_CLOSE = 0.04  # factors that differ by less are taken to be equal
+_CLOSE = 0.04  # ratios that differ by a smaller share count as equal
 
 
 def branch_factors(
@@ -48,10 +49,10 @@ def branch_factors(
         f"base has more layers in {', '.join(map(repr, shallower))} than the model: tune on a model that is not deeper than "
         "the one you train, or pass depth='none'",
     )
-    usage, why = _seen(base, example)
+    usage, reason = _usage_of(base, example)
     if branches is None:
         chosen = _inferred(model, base, depth, usage) if usage else set()
-        refuse(not chosen, _question(model, depth, why))
+        refuse(not chosen, _question(model, depth, reason))
     scaled = [path for path in paths if path in chosen and depth.m_depth(path) != 1]
     _refuse_gaps(depth, scaled)
     if branches is not None and usage is not None and usage.residuals:
@@ -77,8 +78,8 @@ def _refuse_gaps(depth: Correspondence, scaled: list[str]) -> None:
 # What a forward pass shows
 
 
-def _seen(base: nn.Module, example: Example | None) -> tuple[Usage | None, str]:
-    """What a forward pass of the base shows; or None, and the reason."""
+def _usage_of(base: nn.Module, example: Example | None) -> tuple[Usage | None, str]:
+    """The record of a forward pass of the base. If there is none: None, and the reason."""
     if example is None:
         return None, "pass example=, a batch for the model, and a forward pass will show them"
     try:
@@ -88,10 +89,10 @@ def _seen(base: nn.Module, example: Example | None) -> tuple[Usage | None, str]:
 
 
 def find_branches(model: nn.Module, base: nn.Module, example: Example) -> list[str] | None:
-    """The modules that end residual branches where model and base differ in depth; None if a forward pass does not show
-    them."""
+    """The modules that end residual branches, in the lists of layers whose length differs between model and base. None if a
+    forward pass does not show the modules."""
     depth = correspond(model, base)
-    usage, _ = _seen(base, example)
+    usage, _ = _usage_of(base, example)
     return sorted(_inferred(model, base, depth, usage)) or None if usage and depth.lists else None
 
 
@@ -102,28 +103,28 @@ def _inferred(model: nn.Module, base: nn.Module, depth: Correspondence, usage: U
 
 
 def _ends(depth: Correspondence, base: nn.Module, usage: Usage) -> set[str]:
-    """The modules of the base that end residual branches, in the lists whose length differs. Empty if some branch is not the
-    output of modules in its own block."""
+    """The modules of the base that end residual branches, in the lists of layers whose length differs. The set is empty if some
+    branch is not the output of modules in its own block."""
     by_block: dict[str, set[str]] = {block: set() for block in depth.base_blocks}
     for residual in usage.residuals:
         inside = {depth.base_block_of(end) for end in residual.ends} - {None}
         if not inside and depth.base_block_of(residual.path) is None:
-            continue  # outside these lists
+            continue  # the sum is outside these lists
         if len(inside) != 1 or any(depth.base_block_of(end) is None for end in residual.ends):
             return set()
         by_block[str(*inside)] |= set(residual.ends)
-    # In the first block of a ResNet's stage a projection replaces x, so no residual is seen. Its branch ends as in the other
-    # blocks.
+    # In the first block of a ResNet's stage a projection replaces x, so the pass shows no residual sum. The branch of that
+    # block ends at the same modules as in the other blocks.
     for block, ends in by_block.items():
-        found = ends or set(_as_in_others(block, by_block, base))
-        if not found:
+        block_ends = ends or set(_ends_as_in_others(block, by_block, base))
+        if not block_ends:
             return set()
-        by_block[block] = found
+        by_block[block] = block_ends
     return set().union(*by_block.values())
 
 
-def _as_in_others(block: str, by_block: dict[str, set[str]], base: nn.Module) -> Iterator[str]:
-    """The modules of a block with the same name and class as modules that end branches in other blocks of its list."""
+def _ends_as_in_others(block: str, by_block: dict[str, set[str]], base: nn.Module) -> Iterator[str]:
+    """The modules of a block that have the name and class of a module that ends a branch in another block of the same list."""
     modules, parent = dict(base.named_modules(remove_duplicate=False)), block.rpartition(".")[0]
     for other, ends in by_block.items():
         for end in ends if other.rpartition(".")[0] == parent else ():
@@ -142,8 +143,8 @@ def _refuse_not_added(depth: Correspondence, scaled: list[str], usage: Usage) ->
     remedy = (
         f"these are:\n  branches={list(ends)!r}"
         if ends
-        else f"what the sums in {', '.join(map(repr, sums))} add is not the output of a module: compute it in a module of its "
-        "own, or pass depth='none'"
+        else f"the sums in {', '.join(map(repr, sums))} add values that are not the output of a module: compute them in a "
+        "module of their own, or pass depth='none'"
     )
     refuse(
         wrong,
@@ -153,21 +154,21 @@ def _refuse_not_added(depth: Correspondence, scaled: list[str], usage: Usage) ->
 
 
 def _glob(path: str, block: str) -> str:
-    """The glob for a module of a block, in all blocks of its list."""
+    """The glob that matches a module of a block in every block of the list."""
     return f"{block.rpartition('.')[0]}.*{path.removeprefix(block)}".lstrip(".")
 
 
 # Asking
 
 
-def _question(model: nn.Module, depth: Correspondence, why: str) -> str:
-    """The error that asks for the residual branches, with a line to paste that may be right."""
+def _question(model: nn.Module, depth: Correspondence, reason: str) -> str:
+    """The error that asks for the residual branches. It suggests a line to paste."""
     lists = ", ".join(f"{path!r} ({float(multiplier):g} times as many)" for path, multiplier in depth.lists.items())
     return (
         f"model and base have different numbers of layers in {lists}. Name the modules whose outputs are added to the residual "
         f"stream, so that each can be divided; if these guesses are right, pass:\n  branches={_guesses(model, depth)!r}\n"
         "If the model has no residual branches, or scales them itself, pass depth='none'."
-        f" They were not inferred: {why or 'what is added is not always the output of modules inside the block'}."
+        f" They were not inferred: {reason or 'in some block, what is added is not the output of modules of the block'}."
     )
 
 
@@ -188,11 +189,11 @@ def refuse_scaled_twice(
     multipliers: Sequence[Multiplier], depth: Correspondence, branches: tuple[tuple[str, float], ...], choice: str
 ) -> None:
     """Refuses a model whose own factors follow its depth, unless they get the base's values."""
-    own = [each for each in multipliers if branches and _follows(each, depth.m_depth(each.path))]
-    left = [each for each in own if choice != "base" or not each.can_be_set]
+    own = [number for number in multipliers if branches and _follows(number, depth.m_depth(number.path))]
+    left = [number for number in own if choice != "base" or not number.can_be_set]
     remedy = (
         "pass multipliers='base' to hold it at the base's depth"
-        if all(each.can_be_set for each in left)
+        if all(number.can_be_set for number in left)
         else "build the model with the base's depth there, since it cannot be set from outside"
     )
     refuse(
@@ -203,8 +204,8 @@ def refuse_scaled_twice(
 
 
 def _follows(multiplier: Multiplier, m_depth: Fraction) -> bool:
-    """Whether a number in a block follows the depth: its ratio to the base's is m_depth to the power 1/2 or 1, or the
-    inverse."""
+    """Whether a number in a block follows the depth. Its ratio to the base's number is then m_depth or sqrt(m_depth), or the
+    inverse of one of these."""
     if m_depth == 1 or multiplier.base_value == 0:
         return False
     ratio = abs(multiplier.value / multiplier.base_value)
@@ -212,8 +213,8 @@ def _follows(multiplier: Multiplier, m_depth: Fraction) -> bool:
 
 
 def own_init(model: nn.Module, depth: Correspondence, branches: tuple[tuple[str, float], ...]) -> Iterator[Note]:
-    """A note for each module that ends branches with smaller initial weights, by 1 / sqrt(2 depth) as in GPT-2 or by 1 /
-    sqrt(depth). The plan draws them without that factor."""
+    """Notes on modules that end branches and whose initial weights are smaller than others, by 1 / sqrt(2 depth) as in GPT-2 or
+    by 1 / sqrt(depth). The plan draws these weights without that factor."""
     for path in depth.lists:
         blocks = [block for block in depth.blocks if block.rpartition(".")[0] == path]
         ends = [end for end, _ in branches if end.startswith(f"{blocks[0]}.")]
@@ -229,15 +230,16 @@ def own_init(model: nn.Module, depth: Correspondence, branches: tuple[tuple[str,
                 continue
             ratios = [spread[kind] / (median(other[kind] for other in others) or 1.0) for kind in (0, 1)]
             usual = (1 / math.sqrt(2 * len(blocks)), 1 / math.sqrt(len(blocks)))
-            if not any(_is(ratio, 1.0) for ratio in ratios) and any(_is(ratio, own) for ratio in ratios for own in usual):
+            for_depth = any(_is_close(ratio, factor) for ratio in ratios for factor in usual)
+            if for_depth and not any(_is_close(ratio, 1.0) for ratio in ratios):
                 text = (
-                    f"{_glob(end, blocks[0])!r} starts {min(ratios):.3g} times as large as other weights of its block, by a "
-                    "factor for the model's own depth: the plan draws it without that factor, since it divides the branch"
+                    f"{_glob(end, blocks[0])!r} starts {min(ratios):.3g} times as large as other weights of its block, which "
+                    "is the model's own factor for its depth: the plan leaves the factor out, since it divides the branch"
                 )
                 yield Note("own init", text, False)
 
 
-def _is(ratio: float, value: float) -> bool:
+def _is_close(ratio: float, value: float) -> bool:
     return abs(ratio / value - 1) < _CLOSE
 
 
@@ -247,7 +249,7 @@ def _has_values(module: nn.Module) -> bool:
 
 
 def _spread(module: nn.Module) -> tuple[float, float]:
-    """The standard deviation of a layer's weights, and that times the square root of the fan-in."""
+    """The standard deviation of a layer's weights, and the same times the square root of the fan-in."""
     weight = module.get_parameter("weight").detach().float()
     std, num_in = float(weight.std()), weight.shape[1]
     return std, std * math.sqrt(num_in)

@@ -19,25 +19,26 @@ from smupar.plan.settings import layer_glob, refuse
 
 @dataclass(frozen=True)
 class Correspondence:
-    """How the layers of a model correspond to those of its base. Only lists whose length differs are listed."""
+    """How the layers of a model correspond to those of its base. A *list* here is a list of layers, such as ``blocks``, in
+    which model and base have different numbers of blocks."""
 
     names: Mapping[str, str]  # parameter name -> name of the base's parameter
     lists: Mapping[str, Fraction] = field(default_factory=dict)  # path of a list -> its number of blocks over that in the base
-    blocks: Mapping[str, Fraction] = field(default_factory=dict)  # path of a block in such a list -> the same ratio
-    base_blocks: frozenset[str] = frozenset()  # paths of the base's blocks in such lists
+    blocks: Mapping[str, Fraction] = field(default_factory=dict)  # path of a block in a list -> the same ratio
+    base_blocks: frozenset[str] = frozenset()  # paths of the base's blocks in these lists
     modules: Mapping[str, str] = field(default_factory=dict)  # module path -> path of the base's module
 
     def m_depth(self, path: str) -> Fraction:
-        """The depth multiplier of a parameter or module: that of the list around it, or 1."""
+        """The depth multiplier of a parameter or module: the product of the ratios of all lists around it, or 1."""
         return math.prod((self.blocks[block] for block in self._blocks_around(path)), start=Fraction(1))
 
     def list_of(self, path: str) -> str | None:
-        """The path of the innermost such list around a module."""
+        """The path of the innermost list around a module; None if there is none."""
         around = self._blocks_around(path)
         return around[-1].rpartition(".")[0] if around else None
 
     def base_block_of(self, base_path: str) -> str | None:
-        """The path of the innermost such block that is, or contains, a module of the base."""
+        """The path of the innermost block of ``base_blocks`` that is, or contains, a module of the base."""
         return next((path for path in reversed(_prefixes(base_path)) if path in self.base_blocks), None)
 
     def _blocks_around(self, path: str) -> list[str]:
@@ -51,8 +52,8 @@ def _prefixes(path: str) -> list[str]:
 
 
 def correspond(model: nn.Module, base: nn.Module, what: str = "base") -> Correspondence:
-    """Finds the layer of ``base`` for each layer of ``model``. Raises if a block has no counterpart of its kind. Other
-    differences are left to ``parameters.view_parameters``."""
+    """Finds the layer of ``base`` for each layer of ``model``. Raises if a block has no counterpart of its kind.
+    ``parameters.view_parameters`` refuses all other differences. ``what`` names the base in errors."""
     lists: dict[str, Fraction] = {}
     blocks: dict[str, Fraction] = {}
     base_blocks: set[str] = set()
@@ -82,7 +83,7 @@ def _joined(path: str, name: str) -> str:
 
 
 def _blocks(layers: Mapping[str, nn.Module]) -> list[str]:
-    """The layers that contain other modules. A list may also hold single layers, such as an embedding and a head."""
+    """The layers that contain other modules. A list may also hold layers without parts, such as an embedding and a head."""
     return [name for name, layer in layers.items() if any(True for _ in layer.children())]
 
 
@@ -94,14 +95,14 @@ def _differ_in_depth(layers: Mapping[str, nn.Module], base_layers: Mapping[str, 
 
 
 def _by_kind(layers: Mapping[str, nn.Module], base_layers: Mapping[str, nn.Module], path: str, what: str) -> dict[str, str]:
-    """The base's layer for each layer: one of the same kind, at the same relative position among its kind. Single layers of a
-    kind have counterparts only if both lists have equally many."""
+    """Maps each layer to a layer of the base: of the same kind, and at the same relative position among the layers of this
+    kind. Layers without parts are mapped only if both lists have equally many of the kind."""
     kinds, base_kinds = _kinds(layers), _kinds(base_layers)
     for kind, names in base_kinds.items():
         refuse(
             kind not in kinds and names[0] in _blocks(base_layers),
-            f"{_joined(path, names[0])} of {what} is a {kind[0]} whose parameters no layer of the model's "
-            f"{path or 'list'!r} has: build both with the same kinds of layers",
+            f"{_joined(path, names[0])} of {what} is a {kind[0]}, and no layer of the model's {path or 'list'!r} has its class "
+            "and its parameters: build both with the same kinds of layers",
         )
     order = [kind for kind, names in kinds.items() if names[0] in _blocks(layers)]
     base_order = [kind for kind in base_kinds if kind in order]
@@ -117,8 +118,8 @@ def _by_kind(layers: Mapping[str, nn.Module], base_layers: Mapping[str, nn.Modul
         is_block = names[0] in _blocks(layers)
         refuse(
             is_block and not same,
-            f"{_joined(path, names[0])} is a {kind[0]} whose parameters no layer of {path or 'the list'!r} in {what} has: "
-            f"build {what} with at least one layer of every kind",
+            f"{_joined(path, names[0])} is a {kind[0]}, and no layer of {path or 'the list'!r} in {what} has its class and its "
+            f"parameters: build {what} with at least one layer of every kind",
         )
         if is_block or len(same) == len(names):
             pairs |= {name: same[number * len(same) // len(names)] for number, name in enumerate(names)}
@@ -127,14 +128,14 @@ def _by_kind(layers: Mapping[str, nn.Module], base_layers: Mapping[str, nn.Modul
 
 def _kinds(layers: Mapping[str, nn.Module]) -> dict[tuple[str, tuple[str, ...]], list[str]]:
     """Names of layers by kind: the class, and the names of the parameters."""
-    found: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
+    names: dict[tuple[str, tuple[str, ...]], list[str]] = defaultdict(list)
     for name, layer in layers.items():
         leaves = tuple(dict.fromkeys(layer_glob(leaf) for leaf, _ in layer.named_parameters()))
-        found[_class_name(layer), leaves].append(name)
-    return found
+        names[_class_name(layer), leaves].append(name)
+    return names
 
 
 def _class_name(layer: nn.Module) -> str:
     """The name of the class that defines the forward pass. Sharding and parametrizations put their own classes in front of
     it."""
-    return next(kind.__name__ for kind in type(layer).__mro__ if "forward" in vars(kind))
+    return next(base_class.__name__ for base_class in type(layer).__mro__ if "forward" in vars(base_class))

@@ -1,4 +1,4 @@
-"""One table of the layers that smupar knows. All code that must tell a Linear from a convolution asks it.
+"""The table of the layers that smupar knows. All code that must tell a Linear from a convolution asks this table.
 
 A kind of layer says which of its parameters is a weight matrix, which dimensions of the matrix are inputs and which is the
 output, what the layer reads (rows, images or indices), how well smupar understands its forward pass, and how to multiply by a
@@ -49,10 +49,11 @@ class LayerKind:
     takes_factor: bool = True  # hooks can scale the layer's input or output
     product: Product | str | None = None  # how ``record_updates`` multiplies by a weight; None if it cannot
     is_registered: bool = False
-    # layout of its other tensors with several dimensions: "vector", "raw" (unknown), or "" if their sizes decide
+    # layout of the layer's other tensors of several dimensions: "vector", "raw" (unknown), or "" if their sizes decide
     rest: str = ""
     by_element: bool = False  # its tensors multiply or add element by element, as in norms
-    outside: str | None = None  # recurrent layers: prefix of the weights that read the layer's input; all others read its state
+    # of a recurrent layer: prefix of the weights that read the layer's input; all other weights read its state
+    outside: str | None = None
     written: Callable[[Any], int] | None = None  # computes the output size, if the weight's shape does not show it
 
     @property
@@ -103,7 +104,7 @@ class LayerKind:
 
 
 def kind_of(module: nn.Module) -> LayerKind:
-    """The first kind that fits. Classes that the user registered come before the table."""
+    """The kind of a module: what the user registered for its class, or else the first kind of the table that fits."""
     for base in type(module).__mro__:
         if base in REGISTERED:  # a subclass may have another forward pass
             kind = REGISTERED[base]
@@ -121,7 +122,8 @@ def is_depthwise(module: nn.Module, scaling: tuple[int, ...]) -> bool:
 
 
 def is_plain_lookup(module: nn.Module) -> bool:
-    """Whether a lookup runs torch's own forward pass, without max_norm, which rescales rows. Then a probe may call it."""
+    """Whether a lookup runs torch's own forward pass, without max_norm, which rescales rows. A probe may call only
+    such a lookup."""
     return type(module) is nn.Embedding and module.max_norm is None
 
 
@@ -286,7 +288,10 @@ def _check_product(layer: type[nn.Module], product: object, dims: tuple[int, ...
         product != LINEAR and not callable(product),
         f"{layer.__name__}: product must be a function of (weight, x), 'linear' or None, got {product!r}",
     )
-    refuse(len(dims) > 2, f"{layer.__name__}: a product reads rows of one dimension, but in_dim names {len(dims) - 1}")
+    refuse(
+        len(dims) > 2,
+        f"{layer.__name__}: a product reads rows of one dimension, but in_dim names {len(dims) - 1} dimensions",
+    )
     refuse(
         product == LINEAR and (lookup or set(dims) != {0, 1}),
         f"{layer.__name__}: product='linear' is for matrices of shape (in, out) or (out, in)",

@@ -1,7 +1,10 @@
-"""Facts about the tensors of a forward pass: where their values come from, and which dimensions of parameters their dimensions
-range over.
+"""Facts about the tensors of a forward pass.
 
-Views share storage, so facts are kept per storage. Strides show which dimensions of a parameter a view ranges over.
+A *flow* says where the values of a tensor come from. *Labels* say, for each dimension of a tensor, which dimensions of
+parameters it has an index for: the transpose of a weight has the weight's labels in reverse order. A weight *scales* if one of
+its dimensions follows the width.
+
+Views share storage, so facts are kept per storage. A view's strides show which dimensions of the storage's tensor it has.
 """
 
 from __future__ import annotations
@@ -13,28 +16,28 @@ from torch import Tensor
 
 Dims = tuple[int, ...]
 Label = tuple[str, int]  # a parameter's name, and one of its dimensions
-Labels = tuple[frozenset[Label], ...]  # for each dimension of a tensor, the dimensions of parameters that it ranges over
+Labels = tuple[frozenset[Label], ...]  # for each dimension of a tensor, the dimensions of parameters that it stands for
 
 
 @dataclass(frozen=True)
 class Flow:
     """Where the values of a tensor come from."""
 
-    is_data: bool = False  # whether it depends on the example or is a product, and not just on weights and constants
-    is_inside: bool = False  # whether it comes through a weight that scales
-    writers: frozenset[str] = frozenset()  # the weights that scale and wrote it directly, with no other such weight in between
-    logits: frozenset[str] = frozenset()  # those of the writers whose outputs were not multiplied with other activations
-    choices: frozenset[str] = frozenset()  # weights whose softmax, sigmoid or largest entries it was computed from
-    joins: frozenset[int] = frozenset()
-    scores: frozenset[int] = frozenset()  # dot products that it was computed from, element by element
-    shares: frozenset[int] = frozenset()  # dot products whose softmax it is
+    is_data: bool = False  # False if the tensor depends on nothing but weights and constants, and is not a product of them
+    is_inside: bool = False  # whether its values come through a weight that scales
+    writers: frozenset[str] = frozenset()  # the last scaling weights that its values came through
+    logits: frozenset[str] = frozenset()  # the writers whose outputs were not multiplied with other activations
+    choices: frozenset[str] = frozenset()  # weights whose outputs became it through a softmax, sigmoid or sort
+    joins: frozenset[int] = frozenset()  # events: the concatenations from which it was computed
+    scores: frozenset[int] = frozenset()  # events: the dot products from which it was computed element by element
+    shares: frozenset[int] = frozenset()  # events: the dot products of which it is the softmax
     # "norm" (a length), "rms", "unit" (divided by its length), "square", "product" or "weighted" (times a parameter)
     mark: str = ""
     is_normed: bool = False  # whether the output of ``writers`` has been divided by its own size
-    past: int = 0  # one bit for each result that it was computed from, and for itself
-    stream: int = 0  # bits of the results whose residual sum it is, and its own
-    ends: frozenset[str] = frozenset()  # the modules whose outputs add up to it, up to factors
-    numbers: frozenset[int] = frozenset()  # numbers (``Usage.numbers``) that it was multiplied by since the last weight
+    past: int = 0  # a bit for every result from which the tensor was computed, and a bit for the tensor itself
+    stream: int = 0  # if it is a residual sum x + branch: the bits of x and of the tensor itself
+    ends: frozenset[str] = frozenset()  # the modules whose outputs, times factors, add up to the tensor
+    numbers: frozenset[int] = frozenset()  # numbers (``Usage.numbers``) by which it was multiplied since the last weight
 
     def __or__(self, other: Flow) -> Flow:
         return Flow(
@@ -47,13 +50,13 @@ class Flow:
             self.scores | other.scores,
             self.shares | other.shares,
             past=self.past | other.past,
-            is_normed=all(each.is_normed for each in (self, other) if each.writers),
+            is_normed=all(flow.is_normed for flow in (self, other) if flow.writers),
             numbers=self.numbers | other.numbers,
         )
 
     @property
     def is_choice(self) -> bool:
-        """Whether it is computed from nothing but the softmax, sigmoid or largest entries of what weights wrote."""
+        """Whether the tensor is computed only from the softmax, sigmoid or largest entries of what weights wrote."""
         return bool(self.choices) and self.writers <= self.choices
 
 
@@ -62,7 +65,7 @@ CONSTANT = Flow()
 
 @dataclass(frozen=True)
 class Known:
-    """The facts about a storage: its flow, and the dimensions of the tensor that it was made for."""
+    """The facts about a storage: its flow, and the layout and labels of the tensor for which it was allocated."""
 
     flow: Flow
     sizes: Dims = ()
@@ -73,7 +76,7 @@ class Known:
         return tuple(self._covered(*layout) for layout in zip(tensor.shape, tensor.stride(), strict=True))
 
     def _covered(self, size: int, stride: int) -> frozenset[Label]:
-        """The labels that a view's dimension ranges over, given its stride."""
+        """The labels of one dimension of a view, given its size and stride."""
         reach = stride * (size - 1)
         dims = zip(self.sizes, self.strides, self.labels, strict=True)
         ranged = (labels for num, step, labels in dims if num > 1 and reach >= step and stride % (step * num))
@@ -88,6 +91,6 @@ def by_name(labels: Iterable[frozenset[Label]]) -> dict[str, set[int]]:
 
 
 def aligned(labels: list[Labels], ndim: int) -> Labels:
-    """The labels of a result of broadcasting, which aligns the last dimensions of all operands."""
-    padded = [(*[frozenset[Label]()] * (ndim - len(each)), *each) for each in labels]
+    """The labels of a broadcast result. Broadcasting aligns the last dimensions of all operands."""
+    padded = [(*[frozenset[Label]()] * (ndim - len(operand)), *operand) for operand in labels]
     return tuple(frozenset[Label]().union(*dims) for dims in zip(*padded, strict=True))

@@ -43,12 +43,12 @@ _KEEP_ENDS = ("mul", "div", "clone", "_to_copy", "native_dropout", "index", "ind
 
 
 class Operations(UsageRecorder):
-    """The operations of one pass, in their order."""
+    """Derives facts from the operations of one pass, in the order in which they run."""
 
     def __init__(self, model: nn.Module, scaling: Mapping[str, Dims], reads: Mapping[str, Dims]) -> None:
         super().__init__(model, scaling, reads)
         self._num_results = 0
-        self._sums: list[tuple[Residual, int, int]] = []  # with the bits of the sum, and of its branch alone
+        self._sums: list[tuple[Residual, int, int]] = []  # (residual sum, bit of the sum, bits of its branch alone)
 
     def record(self, name: str, args: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """Derives the facts about the results of one operation."""
@@ -69,14 +69,14 @@ class Operations(UsageRecorder):
         else:
             flow, labels = self._of_weights(name, args, inputs, outputs[0])
         if flow.is_data:
-            own = 1 << self._num_results
+            bit = 1 << self._num_results
             self._num_results += 1
-            flow = replace(flow, past=flow.past | own, stream=flow.stream | own)
+            flow = replace(flow, past=flow.past | bit, stream=flow.stream | bit)
         for output in outputs:
             self.put(output, flow, labels if output is outputs[0] else ())
 
     def slice(self, whole: Tensor, parts: list[Tensor]) -> None:
-        """Records which weights made a tensor of which only a part is used."""
+        """Records a slice, if weights made the sliced tensor."""
         writers = self.known_of(whole).flow.writers
         for part in parts if writers else ():
             for size, size_of_part in zip(whole.shape, part.shape, strict=True):
@@ -95,14 +95,14 @@ class Operations(UsageRecorder):
         batch = {0} if tensor.ndim == 3 and name in ("bmm", "baddbmm", "_grouped_mm") else set()
         labels = self.labels_of(tensor)
         self.use(self.labels_of(other) if not self.known_of(other).flow.is_data else ())
-        # A matrix for each of some heads or groups, whose number scales, writes as many outputs.
+        # A batch of matrices, one for each head or group, writes one output for each of them if their number scales.
         batch -= {dim for dim in batch if any(at in self.scaling[name] for name, at in labels[dim])}
         outs = [labels[dim] for dim in range(tensor.ndim) if dim not in dims and dim not in batch]
         return self.weigh([labels[dim] for dim in dims], outs, self.known_of(other).flow)
 
     def _which_is_weight(self, factors: list[tuple[Tensor, Dims]]) -> int | None:
-        """The position of the factor that is a weight. If both may be, it is the one that does not depend on the example, or
-        the one that is summed like a weight of its layer."""
+        """The position of the factor that is a weight; None if this is unclear. If both factors may be weights, the weight is
+        the factor that does not depend on the example, or the factor that is summed over its own input dimensions."""
         named = [
             place
             for place, (tensor, _) in enumerate(factors)
@@ -111,7 +111,8 @@ class Operations(UsageRecorder):
         if len(named) == 2 and len({self.known_of(tensor).flow.is_data for tensor, _ in factors}) == 2:
             named = [place for place in named if not self.known_of(factors[place][0]).flow.is_data]
         elif len(named) == 2 and self.known_of(factors[0][0]).flow.is_data:
-            # Both were looked up: rows of a table have one of its dimensions, chosen matrices have several.
+            # Both were looked up. A row of an embedding table has one labelled dimension; a chosen matrix, the weight, has
+            # more.
             named = [place for place in named if sum(map(bool, self.labels_of(factors[place][0]))) > 1]
         if len(named) == 2:
             summed = [frozenset().union(*(self.labels_of(tensor)[dim] for dim in dims)) for tensor, dims in factors]
@@ -130,10 +131,10 @@ class Operations(UsageRecorder):
             self.usage.attention[number] = self.usage.events[number].path
         self.route(*flows)
         flow = replace(flows[0] | flows[1], is_data=True, shares=frozenset(), logits=frozenset())
-        if all(each.is_data for each in flows):
+        if all(factor.is_data for factor in flows):
             tensor, dims = first
             kind = "mix" if flows[0].shares or flows[1].shares else "dot"
-            dot = self.add_event(kind, [tensor.shape[dim] for dim in dims], unit=all(each.mark == "unit" for each in flows))
+            dot = self.add_event(kind, [tensor.shape[dim] for dim in dims], unit=all(factor.mark == "unit" for factor in flows))
             for number in flow.numbers:
                 self.usage.numbers[number].dots.add(dot)
             flow = replace(flow, scores=frozenset({dot}), numbers=frozenset())
@@ -147,13 +148,13 @@ class Operations(UsageRecorder):
         return self._product((x, (1,)), (weight, (0 if transposed else 1, *kernel)), "convolution")
 
     def _plus(self, flow: Flow, added: list[Tensor]) -> Flow:
-        """The flow of a product after something, such as a bias, is added."""
+        """The flow of a product to which tensors such as a bias are added."""
         return flow | self._mixed(added) if added else flow
 
     # Everything else
 
     def _lookup(self, name: str, args: Any, inputs: list[Tensor], output: Tensor) -> tuple[Flow, Labels]:
-        """A lookup: indices choose rows of a table, or entries of an activation."""
+        """The flow and labels of a lookup, in which indices choose rows of a table or entries of an activation."""
         indices = inputs[1:]
         labels = self.labels_of(args[0])
         if not any(labels) or self.known_of(args[0]).flow.is_data:
@@ -164,7 +165,7 @@ class Operations(UsageRecorder):
         rest = rest if len(rest) == output.ndim else ()
         is_layer = "embedding" in name
         if not is_layer and rest and not any(self.known_of(index).flow.is_data for index in indices):
-            return CONSTANT, rest  # constants such as positions choose the rows
+            return CONSTANT, rest  # the indices are constants, such as positions
         chooses_inside = any(self.known_of(index).flow.writers for index in indices)
         for owner, dim in picked:
             if chooses_inside and not is_layer:
@@ -183,7 +184,7 @@ class Operations(UsageRecorder):
 
     @staticmethod
     def _picked(name: str, args: Any, labels: Labels, indices: list[Tensor]) -> tuple[frozenset[Label], Labels]:
-        """The labels of the dimensions that are indexed, and the labels of the result."""
+        """The labels of the indexed dimensions, and the labels of the result."""
         places, num_new = [args[1] if name == "index_select" else 0], 1
         if name == "index":
             places = [place for place, index in enumerate(args[1]) if index is not None]
@@ -192,12 +193,12 @@ class Operations(UsageRecorder):
         return picked, (*labels[: places[0]], *[frozenset[Label]()] * num_new, *labels[places[-1] + 1 :])
 
     def _activation(self, name: str, args: Any, inputs: list[Tensor], output: Tensor) -> tuple[Flow, Labels]:
-        """An operation on activations, and perhaps parameters, that is neither a product nor a lookup."""
+        """The flow and labels of an operation on activations that is neither a product nor a lookup."""
         flows = [self.known_of(tensor).flow for tensor in inputs]
         if name == "sum":
             return self._sum(args, inputs[0]), ()
-        data = [tensor for tensor, each in zip(inputs, flows, strict=True) if each.is_data]
-        flow = self._chosen(name, self._mixed(inputs), data)
+        data = [tensor for tensor, input_flow in zip(inputs, flows, strict=True) if input_flow.is_data]
+        flow = self._with_choices(name, self._mixed(inputs), data)
         if name in _NORM_LAYERS or self._is_quotient_by_size(name, flows):
             flow = replace(flow, is_normed=True)
         if name == "cat":
@@ -215,13 +216,13 @@ class Operations(UsageRecorder):
             return replace(flow, mark="weighted" if any(labels) else flows[0].mark), labels
         return replace(flow, mark=self._mark(name, args, inputs, data)), ()
 
-    def _chosen(self, name: str, flow: Flow, data: list[Tensor]) -> Flow:
-        """Records what is weighted by a choice; returns the flow of the result with its logits and choices."""
+    def _with_choices(self, name: str, flow: Flow, data: list[Tensor]) -> Flow:
+        """Completes a flow with its logits and choices, and records which outputs a choice multiplies."""
         if name in _CHOICES:
             return replace(flow, choices=flow.choices | flow.logits)
         if name not in ("mul", "div") or len(data) != 2:
             return flow
-        if name == "mul" and data[0].shape != data[1].shape:  # equal shapes gate each entry, as in a GLU
+        if name == "mul" and data[0].shape != data[1].shape:  # a product of equal shapes is a gate on each entry, as in a GLU
             self.route(*(self.known_of(tensor).flow for tensor in data))
         return replace(flow, logits=frozenset())
 
@@ -240,8 +241,7 @@ class Operations(UsageRecorder):
         return flow if flow.scores else replace(flow, numbers=flow.numbers | {len(self.usage.numbers) - 1})
 
     def _mark(self, name: str, args: Any, inputs: list[Tensor], data: list[Tensor]) -> str:
-        """The mark of a result, for finding dot products and norms: a length, a vector of length 1, a product and so on
-        (``Flow.mark``)."""
+        """The mark of a result (``Flow.mark``), which helps to recognise dot products and norms."""
         marks = [self.known_of(tensor).flow.mark for tensor in inputs]
         if name in _NORMS:
             return "norm"
@@ -256,7 +256,7 @@ class Operations(UsageRecorder):
         return marks[0] if len(data) == 1 and marks[0] in ("norm", "rms", "unit") and name in _KEEP_LENGTH else ""
 
     def _is_quotient_by_size(self, name: str, flows: list[Flow]) -> bool:
-        """Whether this divides something by its own length or rms."""
+        """Whether the operation divides a tensor by its own length or rms."""
         sizes = [flow for flow in flows if flow.mark in ("norm", "rms")]
         return name in ("div", "mul") and len(flows) == 2 and len(sizes) == 1 and flows[0].writers == flows[1].writers
 
@@ -264,7 +264,7 @@ class Operations(UsageRecorder):
         return StorageWeakRef(first.untyped_storage()) == StorageWeakRef(second.untyped_storage())
 
     def _sum(self, args: Any, tensor: Tensor) -> Flow:
-        """A sum over an activation. It may complete a product that was computed element by element."""
+        """The flow of a sum over an activation, which may complete a product that was computed element by element."""
         flow, labels = self.known_of(tensor).flow, self.labels_of(tensor)
         dims = {dim % tensor.ndim for dim in (args[1] if len(args) > 1 and args[1] else range(tensor.ndim))}
         if flow.mark == "weighted" and any(labels[dim] for dim in dims):
@@ -284,22 +284,22 @@ class Operations(UsageRecorder):
         return replace(flow, ends=first.ends | second.ends) if both else flow
 
     def _of_weights(self, name: str, args: Any, inputs: list[Tensor], output: Tensor) -> tuple[Flow, Labels]:
-        """An operation on parameters and constants alone. The result still counts as a weight if its dimensions can be
-        followed."""
+        """The flow and labels of an operation on parameters and constants alone. The result still counts as a weight if its
+        labels are known."""
         labels = [self.labels_of(tensor) for tensor in inputs]
         if not any(map(any, labels)):
             return CONSTANT, ()
         if name == "stack":
             dim = (args[1] if len(args) > 1 else 0) % output.ndim
-            labels = [(*each[:dim], frozenset(), *each[dim:]) for each in labels]
+            labels = [(*tensor_labels[:dim], frozenset(), *tensor_labels[dim:]) for tensor_labels in labels]
         elif name in _REDUCTIONS and len(args) > _REDUCTIONS[name] and args[_REDUCTIONS[name]]:
-            gone = {dim % inputs[0].ndim for dim in args[_REDUCTIONS[name]]} if output.ndim < inputs[0].ndim else set()
-            labels = [tuple(each for dim, each in enumerate(labels[0]) if dim not in gone)]
+            summed = {dim % inputs[0].ndim for dim in args[_REDUCTIONS[name]]} if output.ndim < inputs[0].ndim else set()
+            labels = [tuple(dim_labels for dim, dim_labels in enumerate(labels[0]) if dim not in summed)]
         if max(map(len, labels)) == output.ndim:
-            found = aligned(labels, output.ndim)
-            return CONSTANT, tuple(each if size > 1 else frozenset() for each, size in zip(found, output.shape, strict=True))
-        for each in labels:
-            self.mark_unclear(each, name)
+            pairs = zip(aligned(labels, output.ndim), output.shape, strict=True)
+            return CONSTANT, tuple(dim_labels if size > 1 else frozenset() for dim_labels, size in pairs)
+        for tensor_labels in labels:
+            self.mark_unclear(tensor_labels, name)
         return Flow(is_data=True, is_inside=True), ()
 
     def _mixed(self, tensors: list[Tensor]) -> Flow:
@@ -311,9 +311,9 @@ class Operations(UsageRecorder):
         return flow
 
     def end_residuals(self) -> None:
-        """Records the residual branches. Of sums inside a branch, only the outermost counts."""
+        """Records the residual sums, without those inside the branch of another sum."""
         for residual, bit, _ in self._sums:
-            around = (other.path for other, _, own in self._sums if bit & own)  # sums whose branch contains this one
+            around = (other.path for other, _, branch in self._sums if bit & branch)  # sums whose branch contains this sum
             if not any(_is_in(residual.path, path) for path in around):
                 self.usage.residuals.append(residual)
 

@@ -1,4 +1,4 @@
-"""Keeps what is known about the tensors of a forward pass, and records how it uses each parameter (``uses``)."""
+"""Keeps the facts about the tensors of a forward pass, and records how the pass uses each parameter (``uses``)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from smupar.plan.forward.uses import Event, Usage, Use, WeightProduct
 
 
 class UsageRecorder:
-    """The record of a pass so far. ``scaling`` and ``reads`` are explained by ``watcher.watch``."""
+    """The facts and the record of a pass so far. The docstring of ``watcher.watch`` explains ``scaling`` and ``reads``."""
 
     def __init__(self, model: nn.Module, scaling: Mapping[str, Dims], reads: Mapping[str, Dims]) -> None:
         self.scaling, self.reads = scaling, reads
         self.usage = Usage({name: Use() for name, _ in model.named_parameters()})
-        self.paths = [""]  # of the modules that are running, the innermost last
+        self.paths = [""]  # paths of the modules that are running, the innermost last
         self._known: dict[StorageWeakRef, Known] = {}
         for name, parameter in model.named_parameters():
             self.put(parameter, CONSTANT, tuple(frozenset({(name, dim)}) for dim in range(parameter.ndim)))
@@ -28,19 +28,19 @@ class UsageRecorder:
         self._known[StorageWeakRef(tensor.untyped_storage())] = known
 
     def use_numbers(self, flow: Flow) -> None:
-        """Records that a weight or the output reads something that was multiplied by numbers."""
+        """Records that a weight reads this flow, or that the model returns it, and so uses the numbers it was multiplied by."""
         for number in flow.numbers:
             self.usage.numbers[number].is_elsewhere = True
 
     def use(self, labels: Iterable[frozenset[Label]]) -> bool:
         """Records that parameters act element by element; returns whether one of them scales."""
-        used = {label for each in labels for label in each}
+        used = {label for dim_labels in labels for label in dim_labels}
         for name, _ in used:
             self.usage.uses[name].by_element = True
         return any(dim in self.scaling[name] for name, dim in used)
 
     def mark_unclear(self, labels: Iterable[frozenset[Label]], why: str) -> None:
-        for name in {name for each in labels for name, _ in each}:
+        for name in {name for dim_labels in labels for name, _ in dim_labels}:
             self.usage.uses[name].unclear = why
 
     def add_event(self, kind: str, sizes: Iterable[int], *, weights: frozenset[str] = frozenset(), unit: bool = False) -> int:
@@ -54,7 +54,8 @@ class UsageRecorder:
         return self.known_of(tensor).labels_of(tensor)
 
     def weigh(self, summed: list[frozenset[Label]], written: list[frozenset[Label]], read: Flow) -> Flow:
-        """Records the product of a weight with something whose flow is ``read``."""
+        """Records the product of a weight with a tensor whose flow is ``read``, and returns the flow of the result. ``summed``
+        and ``written`` are the labels of the weight's dimensions."""
         ins, outs = by_name(summed), by_name(written)
         self.use_numbers(read)
         names = sorted(ins) or sorted(outs)  # a summed dimension of size 1 has no label
@@ -67,7 +68,7 @@ class UsageRecorder:
             product = WeightProduct(tuple(sorted(reads)), tuple(sorted(writes)), not read.is_inside, read.joins)
             self.usage.uses[name].products.append(product)
             self.usage.uses[name].reads_constant |= not read.is_data
-        for name in outs.keys() - set(names):  # such as the lengths of weight norm
+        for name in outs.keys() - set(names):  # for example weight norm's lengths, which multiply the weight's rows
             self.usage.uses[name].by_element = True
         if not scales:
             return replace(read | CONSTANT, is_data=True, scores=frozenset(), shares=frozenset())
@@ -77,14 +78,14 @@ class UsageRecorder:
         return Flow(is_data=True, is_inside=True, writers=writers, logits=writers, past=read.past)
 
     def route(self, first: Flow, second: Flow) -> None:
-        """Records which weights weight or choose the outputs of others, where one of two flows is a choice."""
+        """Records the weights that route, if one of two flows is a choice that multiplies or selects the other."""
         for choice, other in ((first, second), (second, first)):
             if choice.is_choice and not other.is_choice and other.is_data:
                 for name in choice.writers:
                     self.usage.uses[name].routes = True
 
     def mark_end(self, path: str, tensor: Tensor) -> None:
-        """Marks the output of a module. If modules return another module's output, the innermost one made it."""
+        """Marks a tensor as the output of a module, unless another module made it: then ``usage.same`` records that one."""
         known = self.known_of(tensor)
         if known.flow.ends:
             self.usage.same[path] = known.flow.ends

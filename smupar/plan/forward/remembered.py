@@ -1,8 +1,8 @@
-"""Remembers what forward passes showed, so that a second plan of the same model and example needs no pass.
+"""Remembers the records of forward passes, so that a second plan of the same model and example needs no pass.
 
-Code, numbers and the example determine a pass. So the key consists of classes and functions, every attribute of every module,
-all tensors with their values (those on the meta device have none), and the example. A model that cannot be compared always gets
-a new pass: one with hooks, or with an attribute such as a function that closes over variables.
+Code, numbers and the example determine a pass. So the key of a record consists of classes and functions, every attribute of
+every module, all tensors with their values (those on the meta device have none), and the example. Some models cannot be
+compared: those with hooks, or with attributes such as functions that close over variables. They always get a new pass.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ _kept: OrderedDict[Key, Usage] = OrderedDict()
 
 
 class _UnknownError(Exception):
-    """Something cannot be compared."""
+    """A part of the model or of the example cannot be compared."""
 
 
-def remembered(model: nn.Module, given: Any, look: Callable[[], Usage]) -> Usage:
-    """The result of ``look`` for this model, or the remembered result for an equal one. ``given`` is everything else that
-    determines it."""
+def remembered(model: nn.Module, given: Any, run: Callable[[], Usage]) -> Usage:
+    """The result of ``run``, or the remembered result for an equal model and an equal ``given``. ``given`` is everything
+    besides the model that determines the result."""
     try:
         key = _Describer(model).key(given)
     except _UnknownError:
-        return look()
+        return run()
     if key in _kept:
         _kept.move_to_end(key)
     else:
-        _kept[key] = look()
+        _kept[key] = run()
         if len(_kept) > NUM_KEPT:
             _kept.popitem(last=False)
     return _kept[key]
@@ -79,7 +79,7 @@ class _Describer:
             return type(value), tuple(map(self.described, value))
         if isinstance(value, (set, frozenset)):
             return type(value), frozenset(map(self.described, value))
-        # its code and defaults, since the function itself would keep alive a model among its defaults
+        # The key has the function's code and defaults, since the function itself would keep its default arguments alive.
         if isinstance(value, FunctionType) and not value.__closure__:
             return value.__module__, value.__code__, self.described((value.__defaults__, value.__kwdefaults__))
         if isinstance(value, (type, BuiltinFunctionType)):

@@ -18,12 +18,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 Example = Tensor | tuple[Any, ...] | list[Any] | Mapping[str, Any]
 R = TypeVar("R")
 
-# Models with up to this many parameters run on the CPU right away, and those with up to ten times as many if meta fails.
+# Models with up to this many parameters run on the CPU. Models with up to ten times as many run there if the meta device fails.
 SMALL = 5_000_000
 
 
 class CannotRunError(Exception):
-    """The forward pass of a copy failed; the text says why."""
+    """The forward pass of a copy failed; the message says why."""
 
 
 def run_copy(model: nn.Module, example: Example, run: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], R]) -> R:
@@ -69,8 +69,8 @@ def _with_values(tensor: Tensor, device: str) -> Tensor:
 
 
 def _copy(model: nn.Module, device: str) -> nn.Module:
-    """A copy of the model in evaluation mode. Its tensors are made here, so that deepcopy copies only the modules around
-    them."""
+    """A copy of the model in evaluation mode. Its tensors are copied here, to the device, and deepcopy copies only the
+    modules."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for value in [*module._parameters.values(), *module._buffers.values(), *vars(module).values()]:

@@ -1,5 +1,7 @@
-"""Records of how a forward pass uses each parameter: which dimensions products sum over, which products read the model's input
-or make its output, which tables are looked up, and what acts element by element. ``watcher`` makes them.
+"""The record of how a forward pass uses each parameter, which ``watcher`` makes.
+
+It says which dimensions products sum over, which products read the model's input or make its output, from which tables indices
+choose rows, and which parameters act element by element. A weight *scales* if one of its dimensions follows the width.
 """
 
 from __future__ import annotations
@@ -11,12 +13,12 @@ from smupar.plan.forward.flows import Dims
 
 @dataclass(frozen=True)
 class WeightProduct:
-    """A parameter multiplied with something and summed over ``in_dims``."""
+    """The product of a parameter with another tensor, summed over ``in_dims`` of the parameter."""
 
     in_dims: Dims
     out_dims: Dims
-    reads_input: bool  # whether it multiplies the example, with no scaling weight in between
-    joins: frozenset[int]  # numbers of the events, concatenations, that made the other factor
+    reads_input: bool  # whether the other factor comes from the example, with no scaling weight in between
+    joins: frozenset[int]  # events: the concatenations from which the other factor was computed
 
 
 @dataclass
@@ -25,13 +27,13 @@ class Use:
 
     products: list[WeightProduct] = field(default_factory=list)
     looked_up: set[int] = field(default_factory=set)  # dimensions that an index selects from
-    by_element: bool = False  # also a table whose rows are chosen by a scaling weight's output, such as biases of experts
+    by_element: bool = False  # also if the output of a scaling weight chooses rows of it, as a router does with experts' biases
     unclear: str = ""  # name of an operation that is not understood
     makes_output: bool = False  # its output reaches the model's output with no other scaling weight in between
     makes_normed_output: bool = False  # the same, with a division by its own size on the way
     is_inside: bool = False  # its output reaches another scaling weight
     routes: bool = False  # its softmax, sigmoid or largest entries weight or choose what other weights wrote
-    reads_constant: bool = False  # a product reads something that depends neither on the example nor on another weight
+    reads_constant: bool = False  # in some product, the other factor does not depend on the example
 
     @property
     def reaches_output(self) -> bool:
@@ -63,13 +65,13 @@ class Scalar:
     path: str
     value: float
     dots: set[int] = field(default_factory=set)  # events: the dot products that it multiplies
-    is_elsewhere: bool = False  # it multiplies something else too: what a weight reads, or the output
+    is_elsewhere: bool = False  # it also multiplies a weight's input or the model's output
 
 
 @dataclass(frozen=True)
 class Residual:
-    """A sum x + f(x) in the module at ``path``. Up to factors, f(x) is the sum of the outputs of the modules ``ends``, which is
-    empty if f(x) is not made of module outputs."""
+    """A sum x + f(x) in the module at ``path``. ``ends`` are the modules whose outputs, times factors, add up to f(x). It is
+    empty if f(x) does not consist of outputs of modules."""
 
     path: str
     ends: tuple[str, ...]

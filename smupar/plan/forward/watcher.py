@@ -1,6 +1,6 @@
-"""Watches one forward pass and records how each parameter is used (``uses``).
+"""Watches one forward pass and records how it uses each parameter (``uses``).
 
-The watcher hands every operation of the pass to ``operations``, which derives facts about its results.
+The watcher passes every operation of the forward pass to ``operations``, which derives facts about the results.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from smupar.plan.forward.uses import Output, Usage
 
 
 def watch(model: nn.Module, example: Example, *, scaling: Mapping[str, Dims], reads: Mapping[str, Dims]) -> Usage:
-    """What one forward pass of a copy of the model does with each parameter. Raises ``CannotRunError``.
+    """The record of one forward pass of a copy of the model. Raises ``CannotRunError``.
 
-    ``scaling`` holds the dimensions of each parameter that follow the width, and ``reads`` its input dimensions if the kind of
-    its module decides them.
+    scaling  parameter name -> its dimensions that follow the width
+    reads    parameter name -> its input dimensions, if the kind of its module decides them
     """
 
     def run(copied: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Usage:
@@ -80,8 +80,8 @@ def _are_views(outputs: list[Tensor], inputs: list[Tensor]) -> bool:
 
 
 def _record_output(operations: Operations, output: object) -> None:
-    """Records which weights make the output. The loss comes first, then the logits: a weight that makes one of these is not
-    judged by others."""
+    """Records which weights make the output. If a weight makes several parts of the output, only the first counts; the order is
+    the loss, the logits, everything else."""
     usage, judged = operations.usage, set[str]()
     for part in _by_weight(output):
         flows = [(tensor, operations.known_of(tensor).flow) for tensor in _tensors(part)]

@@ -182,7 +182,7 @@ def test_stages_of_a_resnet_have_multipliers_of_their_own():
 
 
 def test_branch_that_no_module_returns_is_asked_for():
-    with pytest.raises(ValueError, match=r"branches=\['blocks.(.|\n)*not inferred: what is added is not always the output"):
+    with pytest.raises(ValueError, match=r"branches=\['blocks.(.|\n)*not inferred: in some block, what is added is not"):
         plan_of(Raw)
     with pytest.raises(ValueError, match="not inferred: pass example=, a batch for the model"):
         plan_of(PreNorm, example=None)

@@ -213,7 +213,7 @@ def test_base_that_is_deeper_is_refused():
 
 
 def test_kinds_that_the_base_lacks_are_refused():
-    with pytest.raises(ValueError, match=r"blocks\.1 is a Gate whose parameters no layer of 'blocks' in base has"):
+    with pytest.raises(ValueError, match=r"blocks\.1 is a Gate, and no layer of 'blocks' in base has its class"):
         smupar.make_plan(Residual(16, 4, (Block, Gate)), base=Residual(8, 2), branches=BRANCHES)
 
 
