@@ -1,7 +1,7 @@
 """``set_attention_scale`` gives every attention module the scale of its rule.
 
-Most models keep the scale in a field. If there is no field, or if it has no effect, a factor on the queries makes up for it.
-The plan records either change, so that ``attach`` can repeat it.
+Most attention modules keep the scale in a field. If a module has no such field, or if the field has no effect, its queries are
+multiplied by a factor instead. The plan records what was changed, so that ``attach`` can repeat it.
 """
 
 from __future__ import annotations
@@ -45,38 +45,38 @@ def call(model: nn.Module, example: Any) -> Any:
 
 @torch.no_grad()
 def set_scales(model: nn.Module, plan: Plan, runs: Sequence[Run]) -> None:
-    """Does the work of ``set_attention_scale``. Each of ``runs`` is a forward pass; an attention may run in only one of
-    them."""
-    found = find_attentions(model) if plan.rule != SP.name else []
-    every = [each for each in found if each.path not in plan.unscored]
+    """Does the work of ``set_attention_scale``. Each of ``runs`` is a forward pass. An attention module may run in only one of
+    the passes."""
+    attentions = find_attentions(model) if plan.rule != SP.name else []
+    scored = [attention for attention in attentions if attention.path not in plan.unscored]
     known = {change.path for change in plan.attention}
-    fresh = [each for each in every if each.path not in known and each.holder not in known]
+    fresh = [attention for attention in scored if attention.path not in known and attention.holder not in known]
     left: list[FoundAttention] = []
     changes: list[AttentionChange] = []
     for alike in _kinds(fresh).values():
-        how = _how(model, alike[0], plan, runs)
+        change_for = _way_to_scale(model, alike[0], plan, runs)
         for attention in alike:
-            change = None if how is None else how(attention)
+            change = None if change_for is None else change_for(attention)
             left += [attention] if change is None else []
-            changes += [] if change is None or change.path in {each.path for each in changes} else [change]
-    replaced = [each for each in fresh if each not in left and each.field and not _is_usual(each, plan)]
+            changes += [] if change is None or change.path in {made.path for made in changes} else [change]
+    replaced = [old for old in fresh if old not in left and old.field and not _is_usual(old, plan)]
     if replaced:
-        own = ", ".join(sorted({f"{type(each.module).__name__}.{each.field} = {each.value:g}" for each in replaced}))
-        plan.notes.append(Note("attention", f"the rule's attention scale replaces the model's own: {own}", False))
+        fields = ", ".join(sorted({f"{type(old.module).__name__}.{old.field} = {old.value:g}" for old in replaced}))
+        plan.notes.append(Note("attention", f"the rule's attention scale replaces the model's own: {fields}", False))
     plan.attention += changes
     apply_attention(model, plan)
     if not left:
         plan.settle("attention_scale")
         return
     plan.pending["attention_scale"] = (
-        f"the scale of {_named(left)} could not be set: neither a field that has an effect nor a layer that makes its queries "
-        "was found. Make the model multiply q.k by plan.attention_scale(head_dim), then plan.settle('attention_scale')."
+        f"the scale of {_named(left)} could not be set: smupar found no field there that has an effect, and no layer that "
+        "makes the queries. Make the model multiply q.k by plan.attention_scale(head_dim), then plan.settle('attention_scale')."
     )
     warnings.warn(f"not set yet: attention_scale: {plan.pending['attention_scale']}", PlanWarning, stacklevel=4)
 
 
 def apply_attention(model: nn.Module, plan: Plan) -> None:
-    """Puts the recorded scales into a model. Does nothing where they are in place."""
+    """Puts the scales that the plan records into a model. Scales that are in place do not change."""
     for change in plan.attention:
         module = model.get_submodule(change.path)
         if change.field:
@@ -89,42 +89,42 @@ def apply_attention(model: nn.Module, plan: Plan) -> None:
 
 
 def _kinds(attentions: Sequence[FoundAttention]) -> dict[tuple[object, ...], list[FoundAttention]]:
-    """Groups of attentions with the same structure. One of each group is tested."""
+    """Groups attention modules of the same structure. Only one module of each group is tested."""
     kinds: dict[tuple[object, ...], list[FoundAttention]] = {}
-    for each in attentions:
-        shapes = tuple(tuple(parameter.shape) for parameter in each.module.parameters())
-        kinds.setdefault((type(each.module), each.field, each.head_dim, shapes), []).append(each)
+    for attention in attentions:
+        shapes = tuple(tuple(parameter.shape) for parameter in attention.module.parameters())
+        kinds.setdefault((type(attention.module), attention.field, attention.head_dim, shapes), []).append(attention)
     return kinds
 
 
-def _how(
+def _way_to_scale(
     model: nn.Module, attention: FoundAttention, plan: Plan, runs: Sequence[Run]
 ) -> Callable[[FoundAttention], AttentionChange | None] | None:
-    """How to set the scale of attentions with this structure; None if there is no way."""
+    """A function from an attention module of this structure to the change that sets its scale; None if there is no way."""
     size = attention.head_dim
     if isinstance(attention.module, nn.MultiheadAttention):
         factor = plan.attention_scale(attention.module.head_dim) * math.sqrt(attention.module.head_dim)
-        return lambda each: AttentionChange(each.path, "", factor)
+        return lambda alike: AttentionChange(alike.path, "", factor)
     if attention.field and size is not None and acts(model, attention, runs) is not False:
         scale = plan.attention_scale(size)
-        return lambda each: AttentionChange(each.holder, each.field, each.stored(_for_layer(each, scale)))
+        return lambda alike: AttentionChange(alike.holder, alike.field, alike.stored(_for_layer(alike, scale)))
     queries = find_queries(model, attention, runs)
-    return None if queries is None or math.isnan(queries.scale) else lambda each: _multiplied(each, queries, plan)
+    return None if queries is None or math.isnan(queries.scale) else lambda alike: _factor_on_queries(alike, queries, plan)
 
 
 def _for_layer(attention: FoundAttention, scale: float) -> float:
-    """The scale, divided by the number of the layer if GPT-2's option for that is on, which applies on top of any rule."""
+    """The scale of one layer. GPT-2 has an option that also divides it by the number of the layer, under any rule."""
     module: Any = attention.module
     return scale / (module.layer_idx + 1) if getattr(module, "scale_attn_by_inverse_layer_idx", False) else scale
 
 
-def _multiplied(attention: FoundAttention, queries: Queries, plan: Plan) -> AttentionChange:
+def _factor_on_queries(attention: FoundAttention, queries: Queries, plan: Plan) -> AttentionChange:
     path = f"{attention.path}.{queries.layer}".lstrip(".")
     return AttentionChange(path, "", plan.attention_scale(queries.head_dim) / queries.scale, queries.rows)
 
 
 def _is_usual(attention: FoundAttention, plan: Plan) -> bool:
-    """Whether the field held the usual scale, or the rule's."""
+    """Whether the field held the usual scale 1 / sqrt(head size), a scale by layer, or the rule's scale."""
     size = attention.head_dim
     usual = size is not None and math.isclose(attention.scale, size**-0.5, rel_tol=1e-2)
     by_layer = getattr(attention.module, "scale_attn_by_inverse_layer_idx", False)
@@ -133,8 +133,8 @@ def _is_usual(attention: FoundAttention, plan: Plan) -> bool:
 
 def _named(attentions: Sequence[FoundAttention]) -> str:
     kinds: dict[str, list[str]] = {}
-    for each in attentions:
-        kinds.setdefault(type(each.module).__name__, []).append(each.path)
+    for attention in attentions:
+        kinds.setdefault(type(attention.module).__name__, []).append(attention.path)
     return ", ".join(f"{kind} ({paths[0]!r}{', ...' if len(paths) > 1 else ''})" for kind, paths in kinds.items())
 
 
@@ -173,7 +173,7 @@ def _scale_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> T
 def _scale_query_input(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """For nn.MultiheadAttention, whose query weights belong to no layer, so its input is scaled. The bias stays unscaled."""
+    """Scales the query input of an nn.MultiheadAttention, whose query weights belong to no layer. The bias is not scaled."""
     factor = getattr(module, QUERY_FACTOR)
     if args:
         return (args[0] * factor.to(args[0].dtype), *args[1:]), kwargs

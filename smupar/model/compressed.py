@@ -1,7 +1,7 @@
 """A linear layer that keeps only the non-zeros of its weight, row by row (CSR), and follows masks that move.
 
-Its ``weight`` is one parameter with the values, under the name that the plan knows. Two buffers hold their positions (``csr``).
-A ``Kernel`` multiplies by them; ``execute.sparse`` has the kernels and chooses one for the weight's device.
+The parameter ``weight`` holds the values, under the name that the plan knows. Two buffers hold their positions (``csr``). A
+``Kernel`` multiplies by the matrix; ``execute.sparse`` has the kernels and chooses one for the weight's device.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class Kernel(ABC):
     """Multiplies contiguous rows by a sparse matrix. The values are in the order of the parameter, row by row."""
 
     name: str
-    # The dtype of activations and arithmetic. None: it takes any dtype and calculates in float32, or in float64 if the values
-    # are float64.
+    # The dtype of activations and arithmetic. None means that the kernel takes any dtype and calculates in float32, or in
+    # float64 if the values are float64.
     dtype: torch.dtype | None = None
 
     @abstractmethod
     def refusal(self, mask: Tensor) -> str | None:
-        """The reason why it cannot multiply by a matrix with this mask, and the remedy; None if it can."""
+        """The reason why the kernel cannot multiply by a matrix with this mask, and the remedy; None if it can."""
 
     @abstractmethod
     def index(self, row_starts: Tensor, columns: Tensor, shape: tuple[int, int], out_dim: int) -> KernelIndex:
@@ -70,11 +70,11 @@ class Kernel(ABC):
     def backward(
         self, grad: Tensor, x: Tensor, index: Any, values: Tensor, *, for_input: bool, for_values: bool
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of the input and of the values; None for one that is not requested."""
+        """The gradients of the input and of the values, each None unless it is requested."""
 
 
 class Product(torch.autograd.Function):
-    """y = x W' + bias for the rows of x. We need our own, because the gradient of torch's CSR product is a dense matrix."""
+    """y = x W' + bias for the rows of x. torch has a CSR product too, but its gradient would be a dense matrix."""
 
     @staticmethod
     def forward(
@@ -82,7 +82,7 @@ class Product(torch.autograd.Function):
     ) -> Tensor:
         rows = _rows(x, values, kernel)
         y = kernel.forward(rows, index, values, None if bias is None else bias.to(rows.dtype).contiguous())
-        # Saved with the index of this pass, since the layer's own may change before the backward pass.
+        # The index of this pass is saved, since the layer's index may change before the backward pass.
         ctx.save_for_backward(x, values, *index.watched())
         ctx.layer, ctx.index, ctx.kernel = layer, index, kernel
         return y.view(*x.shape[:-1], y.shape[1]).to(x.dtype)
@@ -133,8 +133,11 @@ class _Remapping:
 
 
 class SparseLinear(nn.Module):
-    """The class of an nn.Linear, or of transformers' Conv1D, that keeps only its non-zeros.
-    ``execute.sparse.backends.compress`` changes the class of a layer; the object, its name, its hooks and its bias stay."""
+    """An nn.Linear, or transformers' Conv1D, that keeps only its non-zeros.
+
+    ``execute.sparse.backends.compress`` changes the class of a layer to this one. The object, its name, its hooks and its bias
+    stay.
+    """
 
     weight: nn.Parameter
     weight_columns: Tensor
@@ -148,7 +151,9 @@ class SparseLinear(nn.Module):
     kernel_of: Callable[[torch.device], Kernel]  # the backend's kernel for a device
     dense: PassGradient
     _index: KernelIndex | None = None
-    _made_of: tuple[object, ...] | None = None
+    _made_of: tuple[object, ...] | None = (
+        None  # the kernel, device and versions of the positions from which ``_index`` was made
+    )
 
     @property
     def kernel(self) -> Kernel:
@@ -160,10 +165,10 @@ class SparseLinear(nn.Module):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         elif x.dtype != self.weight.dtype:
             raise ValueError(f"the input is {x.dtype}, the weight {self.weight.dtype}: convert one of them")
-        return self._product(x, getattr(self, "bias", None))  # the user's own layer may have none
+        return self._product(x, getattr(self, "bias", None))  # a layer of the user's class may have no bias
 
     def product(self, x: Tensor) -> Tensor:
-        """The layer's output for rows ``x`` without bias, in their dtype."""
+        """The layer's output for rows ``x``, without bias, in the dtype of ``x``."""
         self._refuse_device(x)
         if self.kernel.dtype is None:
             return self._product(x, None)
@@ -193,7 +198,7 @@ class SparseLinear(nn.Module):
     # The index
 
     def index(self) -> KernelIndex:
-        """The kernel's index. It is made again after the positions were written to, by masks that move or by a checkpoint."""
+        """The kernel's index. It is made again if masks that move, or a checkpoint, have written to the positions."""
         kernel, starts, columns = self.kernel, self.weight_row_starts, self.weight_columns
         made_of = kernel.name, columns.device, starts._version, columns._version
         if self._index is None or self._made_of != made_of:
@@ -204,7 +209,8 @@ class SparseLinear(nn.Module):
         return self._index
 
     def _check_index(self) -> None:
-        """Refuses positions outside of the matrix: kernels read wherever they point, and after to_empty they are raw memory."""
+        """Refuses positions outside of the matrix, since kernels read wherever positions point. After to_empty the positions
+        are raw memory."""
         starts, columns, num_columns = self.weight_row_starts, self.weight_columns, self.matrix_shape[1]
         ordered = int(starts[0]) == 0 and bool((starts.diff() >= 0).all()) and int(starts[-1]) == len(columns)
         inside = len(columns) == 0 or (int(columns.min()) >= 0 and int(columns.max()) < num_columns)
@@ -245,9 +251,9 @@ class SparseLinear(nn.Module):
     def set_mask(self, mask: Tensor) -> MaskChange:
         """Changes the positions of the non-zeros to ``mask``. Weights that stay keep value and gradient; new weights start at
         0."""
-        if why := self.kernel.refusal(mask):
+        if reason := self.kernel.refusal(mask):
             raise ValueError(
-                f"backend {self.backend!r} cannot hold the moved mask: {why}; or "
+                f"backend {self.backend!r} cannot hold the moved mask: {reason}; or "
                 "sparsify_storage(model, plan, backend='csr'), or 'dense', before masks move"
             )
         old_mask, (starts, columns) = self.weight_mask, row_index(mask)
@@ -265,14 +271,14 @@ class SparseLinear(nn.Module):
         return MaskChange(remap, ~remap.new_kept)
 
     def add_dense_grad(self, grad: Tensor, x: Tensor) -> None:
-        """Adds to the dense gradient, which the weight would have without a mask, the contribution of these rows of input and
-        output gradient."""
+        """Adds the contribution of these rows to the dense gradient, which the weight would have without a mask. ``grad`` is
+        the gradient of the layer's output for the rows ``x`` of its input."""
         part = grad.T @ x if self.out_dim == 0 else x.T @ grad
         # Micro-batches are added in at least the weight's precision.
         self.dense.add(part.to(torch.promote_types(part.dtype, self.weight.dtype)), self.weight)
 
     def make_room(self, num_values: int) -> None:
-        """Resizes the weight and its index, before that many non-zeros are read into them."""
+        """Resizes the weight and its index, so that ``num_values`` non-zeros can be read into them."""
         if num_values != len(self.weight):
             self._resize(self.weight.detach().new_zeros(num_values))
             self.weight_columns = self.weight_columns.new_zeros(num_values)
@@ -281,8 +287,8 @@ class SparseLinear(nn.Module):
     def _resize(self, values: Tensor) -> None:
         """Gives the parameter another number of non-zeros. It stays the same object, so optimizers can keep it."""
         self.weight.grad = None
-        # A loss that the user still holds may keep the last step's graph alive, whose node for this parameter expects the old
-        # size. torch makes a new node when a parameter's dtype changes, so the dtype is changed for a moment.
+        # A loss that the user still holds may keep the graph of the last step alive. Its node for this parameter expects the
+        # old size. torch makes a new node when a parameter's dtype changes, so the dtype is changed for a moment.
         self.weight.data = values.new_empty(0, dtype=torch.float16)
         self.weight.data = values
 
@@ -297,7 +303,7 @@ class SparseLinear(nn.Module):
         return super()._apply(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Loads both forms: any number of non-zeros, or a matrix with its mask."""
+        """Loads either form: any number of non-zeros, or a matrix with its mask."""
         key = f"{prefix}weight"
         matrix, mask = state_dict.get(key), state_dict.get(f"{key}{MASK}")
         if matrix is not None and mask is not None and tuple(matrix.shape) == tuple(mask.shape) == self.matrix_shape:

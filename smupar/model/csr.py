@@ -1,9 +1,11 @@
 """Compressed sparse rows (CSR), the format of stored non-zeros: the conversion, and the names of the parts.
 
-The values of the non-zeros are in the order of the flattened matrix. ``columns`` has the column of each (int32), and
-``row_starts`` has the position at which each row begins (int64, one entry more than rows). A "non-zero" is a weight that
-the mask keeps, even if its value is 0. In a state dict the parts are ``<name>``, ``<name>_columns`` and ``<name>_row_starts``,
-in an exported file ``<name>.values``, ``<name>.col_indices`` and ``<name>.crow_indices``.
+The values of the non-zeros are in the order of the flattened matrix. ``columns`` has the column of each value (int32), and
+``row_starts`` has the position among the values at which each row begins (int64, one entry more than rows). A "non-zero" is a
+weight that the mask keeps, even if its value is 0.
+
+A state dict calls the parts ``<name>``, ``<name>_columns`` and ``<name>_row_starts``. An exported file calls them
+``<name>.values``, ``<name>.col_indices`` and ``<name>.crow_indices``.
 """
 
 from __future__ import annotations
@@ -82,7 +84,8 @@ def compress_export(tensors: MutableMapping[str, Tensor], name: str, mask: Tenso
 
 
 def expand_export(tensors: MutableMapping[str, Tensor], num_columns: dict[str, int]) -> None:
-    """Replaces all non-zeros by matrices, in place. ``num_columns`` has the number of columns by name."""
+    """Replaces the parts of every compressed matrix by the matrix, in place. ``num_columns`` maps names to numbers of
+    columns."""
     for name in [key.removesuffix(_VALUES) for key in tensors if key.endswith(_VALUES)]:
         values, starts, columns = (tensors.pop(f"{name}{part}") for part in (_VALUES, _EXPORTED_STARTS, _EXPORTED_COLUMNS))
         tensors[name] = matrix_of(values, starts, columns, num_columns[name])

@@ -16,7 +16,7 @@ FACTOR, BRANCH = "smupar_factor", "smupar_branch"
 
 
 def no_broadcast(model: nn.Module, buffers: Iterable[str]) -> None:
-    """Tells DDP not to send these buffers at every forward pass: they are the same on all ranks by construction."""
+    """Tells DDP not to broadcast these buffers at every forward pass. They are the same on all ranks by construction."""
     ignored = {*getattr(model, "_ddp_params_and_buffers_to_ignore", ()), *buffers}
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, ignored)
 
@@ -27,14 +27,14 @@ def has_factor_hook(module: nn.Module) -> bool:
 
 
 def add_missing_factors(models: Sequence[nn.Module], plans: Sequence[Plan]) -> None:
-    """Gives embeddings, unembeddings and residual branches without a forward factor the factor 1, so that models of different
+    """Adds a factor of 1 to embeddings, unembeddings and residual branches that have no factor, so that models of different
     rules can be batched."""
     for model, plan in zip(models, plans, strict=True):
         for name, parameter in model.named_parameters(remove_duplicate=False):
             module = model.get_submodule(parent_path(name))
-            # The second name of a tied table has no row.
-            outer = name not in plan or plan[name].role in ("embedding", "unembedding")
-            if outer and parameter.ndim > 1 and not hasattr(module, FACTOR):
+            # The second name of a tied table has no row, but its module takes a factor.
+            takes_factor = name not in plan or plan[name].role in ("embedding", "unembedding")
+            if takes_factor and parameter.ndim > 1 and not hasattr(module, FACTOR):
                 set_factor(module, 1.0, parameter)
     branches = sorted({path for plan in plans for path, _ in plan.branches})
     for model in models:
@@ -42,14 +42,14 @@ def add_missing_factors(models: Sequence[nn.Module], plans: Sequence[Plan]) -> N
 
 
 def add_missing_branches(model: nn.Module, ends: Iterable[nn.Module]) -> None:
-    """Gives the ends of residual branches that no depth rule scales the factor 1."""
+    """Adds a factor of 1 to the ends of residual branches that have no factor."""
     for module in ends:
         if not hasattr(module, BRANCH):
             set_branch(module, 1.0, next(model.parameters()))
 
 
 def _scale_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """x -> factor * x, so that a bias is not scaled."""
+    """Multiplies the input and not the output, so that a bias is not scaled."""
     factor = getattr(module, FACTOR)
     if args:
         return (_times(args[0], factor), *args[1:]), kwargs
@@ -76,7 +76,7 @@ def _scale_branch(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
 
 
 def _set_buffer(module: nn.Module, name: str, factor: float, parameter: Tensor) -> None:
-    # Rebuilt each time, since .bfloat16() rounds a buffer and to_empty leaves it uninitialised.
+    # The buffer is written again at each call, since .bfloat16() rounds it and to_empty leaves it uninitialised.
     dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
     module.register_buffer(name, torch.tensor(factor, dtype=dtype, device=parameter.device), persistent=False)
 
@@ -86,7 +86,7 @@ def has_branch_hook(module: nn.Module) -> bool:
 
 
 def set_branch(module: nn.Module, factor: float, parameter: Tensor) -> None:
-    """Makes a module multiply its output by a factor. ``parameter`` is any parameter of the model; it gives device and
+    """Makes a module multiply its output by a factor. The factor gets the device of ``parameter``, and float64 if it has that
     dtype."""
     _set_buffer(module, BRANCH, factor, parameter)
     if not has_branch_hook(module):

@@ -1,5 +1,5 @@
-"""The gradient of a sparse weight. It is masked as soon as it is accumulated. On request the dense gradient, without the mask,
-is kept as well."""
+"""Masks the gradient of a sparse weight as soon as it is accumulated. On request, keeps the dense gradient (without the mask)
+as well."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from smupar.model.sharding import in_process_group, local, num_ranks, zero_off_m
 
 
 class DenseGradient:
-    """The gradient without the mask, summed over micro-batches, while it is ``wanted``. The sum starts again if the user drops
-    a gradient, for example because it is not finite."""
+    """The gradient without the mask, summed over micro-batches, if it is ``wanted``. The sum starts again at 0 if the user
+    drops a gradient, for example because it is not finite."""
 
     wanted = False
     value: Tensor | None = None
@@ -24,8 +24,8 @@ class DenseGradient:
 
 
 class MaskGradient(DenseGradient):
-    """Post-accumulate hook that masks a gradient. It reads the mask when it runs, so masks may move. The dense gradient is this
-    rank's own, or under FSDP2 its shard of the sum over ranks."""
+    """A post-accumulate hook that masks a gradient. It reads the mask when it runs, so masks may move. The dense gradient is
+    that of this rank's batch, or under FSDP2 this rank's shard of the sum over ranks."""
 
     def __init__(self, module: nn.Module, mask_leaf: str) -> None:
         self.module, self.mask_leaf = module, mask_leaf
@@ -44,24 +44,26 @@ class MaskGradient(DenseGradient):
 
     def _add(self, grad: Tensor, mask: Tensor) -> None:
         here, before = local(grad), None if self._is_fresh(grad) else self.value
-        # On the mask the gradient is the sum so far. Off the mask earlier micro-batches are gone, so the sum is kept here.
+        # On the mask, ``grad`` is the sum over micro-batches. Off the mask it has the last micro-batch alone, since earlier
+        # ones were masked, so the sum is kept in ``value``.
         self.value = here.clone() if before is None else torch.where(local(mask), here, before + here)
         self._summed = weakref.ref(grad)
 
     def _is_fresh(self, grad: Tensor) -> bool:
-        """Whether this gradient contains nothing of the sum so far. With several ranks, gradient tensors may be replaced at any
-        time."""
+        """Whether the user dropped the earlier micro-batches, so that the sum must start again. With several ranks, gradient
+        tensors may be replaced at any time, so this cannot be told, and the answer is False."""
         if num_ranks() > 1:
             return False
         if self._summed is None or self._summed() is not grad:
             return True
-        # zero_grad(set_to_none=False) writes to it, and so do DDP and FSDP2, even on one rank; FSDP2 does not raise the
-        # version.
+        # zero_grad(set_to_none=False) writes to the gradient and raises its version. DDP and FSDP2 write to it too, even on one
+        # rank, and FSDP2 does not raise the version.
         return not in_process_group() and grad._version != self._version + 1  # + 1 for this micro-batch
 
 
 class PassGradient(DenseGradient):
-    """The dense gradient of a layer whose own backward pass computes it. The layer may be called several times in one pass."""
+    """The dense gradient of a compressed layer, which its backward pass computes. A layer may be called several times in one
+    pass."""
 
     _last_pass = -1
 
@@ -74,16 +76,16 @@ class PassGradient(DenseGradient):
 
 
 def gradient_mask(parameter: nn.Parameter) -> MaskGradient | None:
-    """The hook that masks the gradient of a parameter, if it is in place."""
+    """The hook that masks the gradient of a parameter; None if there is none."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     return next((hook for hook in hooks.values() if isinstance(hook, MaskGradient)), None)
 
 
 def mask_gradient(parameter: nn.Parameter, module: nn.Module, mask_leaf: str) -> None:
-    """Puts the hook on a parameter, once."""
+    """Makes sure that a parameter has the hook once."""
     if gradient_mask(parameter) is None:
         frozen = not parameter.requires_grad
-        parameter.requires_grad_(True)  # a frozen parameter takes no hook, but keeps one
+        parameter.requires_grad_(True)  # torch refuses to add a hook to a frozen parameter, but keeps the hook of one
         parameter.register_post_accumulate_grad_hook(MaskGradient(module, mask_leaf))
         parameter.requires_grad_(not frozen)
     else:

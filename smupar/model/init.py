@@ -38,8 +38,8 @@ class Resets:
 
 
 def plan_resets(model: nn.Module, plan: Plan, *, sure: bool) -> Resets:
-    """Plans the resets: biases of layers become 0, other modules call their ``reset_parameters``, or their Hugging Face model's
-    ``_init_weights``."""
+    """Plans the resets. Biases of layers become 0. Other modules call their ``reset_parameters``, or the ``_init_weights`` of
+    their Hugging Face model."""
     resets, done, left = Resets([], {}, []), [], []
     for path, module in model.named_modules():
         names = [f"{path}.{leaf}" if path else leaf for leaf, _ in module.named_parameters(recurse=False)]
@@ -60,7 +60,7 @@ def plan_resets(model: nn.Module, plan: Plan, *, sure: bool) -> Resets:
     )
     if done or left:
         resets.cautions.append(
-            f"no parameter of the model was ever written in place, as after to_empty: {len(done)} norms and biases "
+            f"no parameter of the model was ever written in place, as after to_empty, so {len(done)} norms and biases "
             f"({', '.join(done[:2])}, ...) get fresh values. Pass reset=True to confirm this, or reset=False to keep their "
             "values." + (f" These have no init of their own and are left as they are: {', '.join(left[:4])}." if left else "")
         )
@@ -68,16 +68,16 @@ def plan_resets(model: nn.Module, plan: Plan, *, sure: bool) -> Resets:
 
 
 def _init_of(module: nn.Module, model: nn.Module) -> Callable[[], Any] | None:
-    """The method that gives a module fresh values: its own, or the one that its Hugging Face model has for all modules."""
-    own = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
-    for_all = getattr(model, "_init_weights", None)
-    if own is None and callable(for_all):
-        return partial(for_all, module)
-    return own if callable(own) else None
+    """The method that gives a module fresh values: its own method, or the Hugging Face model's method for all modules."""
+    reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
+    reset_any = getattr(model, "_init_weights", None)
+    if reset is None and callable(reset_any):
+        return partial(reset_any, module)
+    return reset if callable(reset) else None
 
 
 def padding_rows(model: nn.Module) -> dict[int, int]:
-    """id of a lookup's weight -> its padding row. That row stays 0, as torch makes it, since it is never trained."""
+    """id of a lookup's weight -> its padding row. torch sets that row to 0 and never trains it."""
     rows = ((module, padding_row(module)) for module in model.modules())
     return {id(getattr(module, kind_of(module).weights)): row for module, row in rows if row is not None}
 
@@ -91,7 +91,8 @@ def initialise(parameter: nn.Parameter, row: PlanRow, mask: Tensor | None, seed:
             zero_off_mask(parameter, like(mask, parameter))
         return
     rng = generator(seed, "init", row.name)
-    # Half precision is rounded from single: torch 2.9 draws normal numbers in bfloat16 of which 0.6 % are 0.
+    # Half-precision values are drawn in float32 and rounded: 0.6 % of the normal numbers that torch 2.9 draws in bfloat16 are
+    # 0.
     dtype = torch.float32 if parameter.dtype in (torch.bfloat16, torch.float16) else parameter.dtype
     is_plain = parameter.device.type == "cpu" and type(parameter) is nn.Parameter and parameter.is_contiguous()
     in_place = is_plain and parameter.dtype == dtype

@@ -1,13 +1,12 @@
-"""``parameterize`` and ``attach`` put a plan into a model; no other code does. ``weights`` adds masks and their hooks, ``init``
-sets values.
+"""``parameterize`` and ``attach`` put a plan into a model; no other code does.
 
 They add the following to a model. All of it is keyed by name, so ``attach`` can put it back from the plan:
 
 - a bool buffer ``<param>_mask`` beside every sparse parameter; the weight is exactly 0 where it is False;
 - a hook on that parameter that masks its gradient as soon as it is accumulated, so that optimizers, clipping and reducers
   never see off-mask gradients. Hooks on tensors get lost by deepcopy, to_empty and sharding, which is why ``attach`` exists;
-- a non-persistent buffer ``smupar_factor`` and a hook on every module whose output Table 1 multiplies; likewise
-  ``smupar_branch`` on every module that ends a residual branch of a model that is deeper than its base;
+- a non-persistent buffer ``smupar_factor`` and a hook on every module whose output Table 1 multiplies; and ``smupar_branch``,
+  with a hook, on every module that ends a residual branch in a model that is deeper than its base;
 - an attribute of the root module that names the masked parameters, and hooks before and after ``load_state_dict``.
 
 If an optimizer's updates mix entries, its weights are also masked after each step (``seam``).
@@ -83,12 +82,12 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
     multipliers   numbers that follow the width but are not sizes, such as sqrt(width) after an embedding: "base" gives them the
                   base's values, "own" leaves them alone, "ask" (default) leaves a reminder
     kappa         for rule "smupar-aligned": ``smupar.observe(...).observation.kappa()`` of the proxy
-    reset         True: norms get their module's own init and biases become 0, for a model fresh from ``to_empty``, which
-                  has no values to keep. None (default) does so, with a warning, if no parameter of the model was ever
+    reset         True: norms get their module's own init and biases become 0, as a model needs after ``to_empty``, which leaves
+                  no values to keep. None (default) does so, with a warning, if no parameter of the model was ever
                   written in place. That is the case after ``to_empty``, and after deepcopy
     """
     _refuse(model)
-    settings["masks"] = given = read_masks(settings.get("masks"))  # so that the planner does not read a file again
+    settings["masks"] = own_masks = read_masks(settings.get("masks"))  # so that the planner does not read a file again
     parameters = dict(model.named_parameters())
     is_empty = reset or (reset is None and all(parameter._version == 0 for parameter in parameters.values()))
     plan = planned(model, base, settings, has_values=not is_empty)
@@ -99,7 +98,7 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
         messages += resets.cautions if reset is None else []
     # Masks are drawn, and warnings issued, before anything changes: either may raise, and must leave the model as it is.
     with torch.device("cpu"):
-        masks = _masks(plan, _by_parameter(given, plan))
+        masks = _masks(plan, _by_parameter(own_masks, plan))
     warn(messages, stacklevel=3)
     with torch.no_grad(), torch.device("cpu"):
         if resets is not None:
@@ -113,7 +112,7 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
 
 
 def attach(model: nn.Module, plan: Plan, optimizer: Any = None, *, masks: MaskSetting = None) -> None:
-    """Puts masks, gradient hooks and forward factors back from the plan. Does nothing where they are in place.
+    """Puts masks, gradient hooks and forward factors back from the plan. Those that are in place do not change.
 
     Call it after deepcopy, ``to_empty`` with a loaded checkpoint, ``load_state_dict(assign=True)`` or sharding. Missing masks
     are drawn again from the plan. If you gave masks to ``parameterize``, give them again as ``masks``.
@@ -129,23 +128,22 @@ def attach(model: nn.Module, plan: Plan, optimizer: Any = None, *, masks: MaskSe
         new = _masks(plan, given, missing)
     _warn_of_other_zeros(model, {name: mask for name, mask in new.items() if name not in given})
     _attach(model, plan, new)
-    for each in optimizers(optimizer):
-        seam_of(each).add(mask_updates, mask=mask_updates)
+    for inner in optimizers(optimizer):
+        seam_of(inner).add(mask_updates, mask=mask_updates)
 
 
 def _warn_of_other_zeros(model: nn.Module, drawn: Mapping[str, Tensor]) -> None:
-    """Warns if the weights were trained with another mask than the drawn one. Non-zeros off the drawn mask would stay non-zero
-    and never train."""
+    """Warns if weights seem to have been trained with another mask than the drawn mask. Their non-zeros off the drawn mask
+    would stay non-zero and never train."""
     parameters = dict(model.named_parameters())
     for name, mask in drawn.items():
         weight = parameters[name].detach()
         if weight.is_meta or is_sharded(weight) or weight.shape != mask.shape:
             continue
         kept = (weight != 0).cpu()
-        num_zeros = mask.numel() - int(kept.sum())
-        if bool((kept & ~mask).any()) and 2 * num_zeros > mask.numel() - int(
-            mask.sum()
-        ):  # fewer zeros: the weights are fresh, and a checkpoint will be loaded into them
+        num_zeros, num_dropped = int((~kept).sum()), int((~mask).sum())
+        is_fresh = 2 * num_zeros <= num_dropped  # a checkpoint will be loaded into weights that have few zeros
+        if bool((kept & ~mask).any()) and not is_fresh:
             warnings.warn(
                 f"{name!r} has other zeros than the mask that the plan draws. If these are trained weights, their masks moved "
                 "or were given: load the state dict with its masks after attach, or pass masks=",
@@ -166,7 +164,7 @@ def check_plan(model: nn.Module, plan: Plan) -> None:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module under torch.compile, DDP or DataParallel, whose prefixes would change every name."""
+    """The user's module inside torch.compile, DDP or DataParallel, which add prefixes to all names."""
     while True:
         if isinstance(getattr(model, "_orig_mod", None), nn.Module):  # checked by attribute, to avoid importing torch._dynamo
             model = model._orig_mod  # type: ignore[assignment]
@@ -181,7 +179,7 @@ def is_parameterized(model: nn.Module) -> bool:
 
 
 def check_parameterized(model: nn.Module, remedy: str = "first (smupar.attach on a loaded one)") -> None:
-    """Refuses a model that is not parameterized; ``remedy`` says when to do it."""
+    """Refuses a model that is not parameterized. ``remedy`` says when to parameterize it."""
     refuse(not is_parameterized(model), f"this model is not parameterized: call smupar.parameterize {remedy}")
 
 
@@ -192,7 +190,7 @@ def check_not_compiled(model: nn.Module, remedy: str) -> None:
 
 
 def let_masks_move(model: nn.Module) -> None:
-    """Marks that the masks may differ from the plan's from now on."""
+    """Records on the model that its masks may differ from the plan's from now on."""
     setattr(model, _MARK, replace(_attached(model), masks_move=True))
 
 
@@ -205,12 +203,12 @@ def _attached(model: nn.Module) -> _Attached:
 
 
 def mask_of(model: nn.Module, name: str) -> Tensor | None:
-    """The mask of a parameter, if it has one: its buffer, or a copy if only non-zeros are kept."""
+    """The mask of a parameter: its buffer, or a new tensor if only non-zeros are kept; None if there is no mask."""
     return weight_of(model, name).mask
 
 
 def add_masks(model: nn.Module, plan: Plan) -> None:
-    """Gives every dense hidden weight a mask of ones, which can move later."""
+    """Gives every hidden weight without a mask a mask of ones, which can move later."""
     missing = [weight for weight in hidden_weights(model, plan).values() if not weight.is_masked]
     _attach(model, plan, {weight.name: weight.full_mask() for weight in missing})
 
@@ -233,7 +231,9 @@ def _refuse(model: nn.Module) -> None:
         )
     integer = [name for name, parameter in model.named_parameters() if not parameter.is_floating_point()]
     if integer:
-        raise ValueError(f"{integer[0]!r} is not a floating-point tensor (quantised?): parameterize the model before that")
+        raise ValueError(
+            f"{integer[0]!r} is not a floating-point tensor (quantised?): parameterize the model before you quantise it"
+        )
     on_meta = [name for name, parameter in model.named_parameters() if parameter.is_meta]
     if on_meta:
         raise ValueError(
@@ -268,7 +268,7 @@ def _masks(plan: Plan, given: Mapping[str, Tensor], wanted: set[str] | None = No
 
 @torch.no_grad()
 def mask_updates(step: Step) -> None:
-    """Off-mask weights were 0 before the step, so masking them masks the update."""
+    """Masks the weights of an optimizer. Weights off the mask were 0 before the step, so this masks the update."""
     for group in step.optimizer.param_groups:
         for parameter in group["params"]:
             masked = gradient_mask(parameter)
@@ -291,7 +291,7 @@ def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
             set_factor(model.get_submodule(path), factor, weight.parameter)
     for path, factor in plan.branches:
         set_branch(model.get_submodule(path), factor, next(model.parameters()))
-    # masked by the plan, or with a mask that will move
+    # These have a mask from the plan, or a mask of ones that will move.
     masked = {weight.name: weight for _, weight in rows if weight.is_masked}
     no_broadcast(model, (name for weight in masked.values() for name in weight.mask_buffers))
     no_broadcast(model, (f"{path}.{FACTOR}" for row, _ in rows for path, _ in row.forward))
@@ -305,15 +305,15 @@ def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
 
 
 def _let_compilers_see_hooks() -> None:
-    """Makes torch.compile check hooks. By default it does not, so a model with hooks would run code that was compiled for the
-    same model without hooks. These settings of torch are per thread."""
+    """Makes torch.compile check hooks. By default it does not, and a model with hooks would run code that was compiled for the
+    same model without hooks. Each thread has its own settings of torch.compile."""
     may_have_compiled = "torch._dynamo" in sys.modules
     import torch._dynamo  # every optimizer imports this as well
 
     if torch._dynamo.config.skip_nnmodule_hook_guards:
         torch._dynamo.config.skip_nnmodule_hook_guards = False
-        # Code that was compiled earlier has no such guards. Threads that make models side by side must not all reset the
-        # compiler.
+        # Code that was compiled earlier does not check hooks, so it is dropped. Only the main thread does so, since other
+        # threads may be making models at the same time.
         if may_have_compiled and threading.current_thread() is threading.main_thread():
             torch._dynamo.reset()
 
@@ -322,8 +322,8 @@ def _let_compilers_see_hooks() -> None:
 
 
 def _before_load(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Lets a model load a checkpoint without masks; the model's own masks stay. Also expands weights that the checkpoint stores
-    as non-zeros."""
+    """Prepares a state dict for loading. Weights that it stores as non-zeros are expanded, and masks that it lacks are taken
+    from the model."""
     masked = _every_name(model, _attached(model).masked)
     for name in masked:
         if is_compressed(state, f"{prefix}{name}") and (weight := weight_of(model, name)).stores_zeros:
@@ -342,7 +342,7 @@ def _before_load(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
 
 
 def _every_name(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """All names of these parameters. A state dict has a module that is used in several places under each of its names."""
+    """All names of these parameters. A state dict has one entry for each name of a module that is used in several places."""
     modules: dict[int, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         modules.setdefault(id(module), []).append(path)
@@ -352,7 +352,7 @@ def _every_name(model: nn.Module, names: Iterable[str]) -> list[str]:
 
 @torch.no_grad()
 def _after_load(model: nn.Module, _: Any) -> None:
-    """Sets weights off the mask to 0, whatever was loaded. Parameters that ``assign=True`` replaced get their hooks again."""
+    """Sets weights off the mask to 0, and gives parameters that ``assign=True`` replaced their hooks again."""
     for weight in (weight_of(model, name) for name in _attached(model).masked):
         weight.attach()
         weight.zero_off_mask()

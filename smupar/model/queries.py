@@ -1,7 +1,7 @@
-"""Watches an attention while it runs, to see whether its scale field has an effect, and which outputs of which layer are its
-queries.
+"""Watches an attention module while it runs. This shows whether its scale field has an effect, and which outputs of which layer
+are its queries.
 
-A forward pass is watched from the start of the attention to its first softmax; ``scaled_dot_product_attention`` counts as a
+A forward pass is watched from the start of the module to its first softmax. ``scaled_dot_product_attention`` counts as a
 softmax.
 """
 
@@ -33,23 +33,24 @@ class Queries:
     layer: str  # path of the layer inside the attention
     rows: tuple[tuple[int, int], ...]  # ranges of its outputs; empty if all are queries
     head_dim: int
-    scale: float  # the number that the model multiplies q.k by; NaN if unknown
+    scale: float  # the number by which the model multiplies q.k; NaN if unknown
 
 
 @dataclass
 class _Seen:
-    """What was seen in one attention: the logits before the softmax, or queries times scale if torch fuses both."""
+    """What was seen in one attention module. ``signal`` holds the logits before the softmax, or queries times scale if torch
+    computes logits and softmax in one operation."""
 
     signal: Tensor | None = None
     is_fused: bool = False
     head_dim: int = 0
     scale: float = math.nan  # known only for fused attention
     product: Tensor | None = None  # q.k before scaling
-    called: list[str] = field(default_factory=list)
+    called: list[str] = field(default_factory=list)  # layers that ran before the softmax
 
 
 class _Watch(TorchFunctionMode):
-    """Records the first softmax while ``inside`` is set."""
+    """Records the first softmax that runs while ``inside`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,13 +104,15 @@ def find_queries(model: nn.Module, attention: FoundAttention, runs: Sequence[Run
 
 
 def _rows(model: nn.Module, attention: FoundAttention, layer: str, runs: Sequence[Run]) -> Tensor | None:
-    """Which outputs of a layer are queries: those that reach the logits of the last position with earlier keys. Such logits do
-    not depend on the last position's own key, and their differences do not depend on what a model subtracts from all logits.
+    """Which outputs of a layer are queries: those of the last position on which its logits with earlier keys depend.
+
+    These logits do not depend on the key of the last position. Differences of logits are used, since a model may subtract a
+    number from all of them.
     """
     outputs: list[Tensor] = []
 
     def cut(_: nn.Module, args: Any, output: Tensor) -> Tensor:
-        if outputs:  # the layer is used again after the watched logits
+        if outputs:  # the layer was called before; only its first call is watched
             return output
         outputs.append(output.detach().requires_grad_())
         return outputs[0]
@@ -125,12 +128,12 @@ def _rows(model: nn.Module, attention: FoundAttention, layer: str, runs: Sequenc
         return None
     by_position = not seen.is_fused and gradient.ndim == 3
     reached = (gradient[:, -1] if by_position else gradient).flatten(0, -2).abs().amax(0)
-    return reached > 1e-4 * gradient.abs().max()  # what is subtracted again leaves roundoff
+    return reached > 1e-4 * gradient.abs().max()  # outputs that cancel leave rounding errors
 
 
 def _of_earlier_keys(logits: Tensor) -> Tensor:
-    """The last position's logits for all keys before its own, less the first of them. Columns after the keys, such as attention
-    sinks, are left out."""
+    """The logits of the last position with all earlier keys, minus the logit with the first key. Columns after the keys, such
+    as attention sinks, are left out."""
     num_queries, num_keys = logits.shape[-2:]
     earlier = logits[..., -1, : max(min(num_queries, num_keys) - 1, 1)]
     return earlier - earlier[..., :1] if earlier.shape[-1] > 1 else earlier
@@ -139,7 +142,8 @@ def _of_earlier_keys(logits: Tensor) -> Tensor:
 def _scale_if_linear(
     model: nn.Module, attention: FoundAttention, layer: str, rows: Tensor, runs: Sequence[Run]
 ) -> float | None:
-    """The number that the model multiplies q.k by, NaN if unknown; None if the logits are not proportional to these rows."""
+    """The number by which the model multiplies q.k; NaN if it is unknown. None if the logits are not a linear function of these
+    outputs."""
     seen = []
     for factor in (0.0, 1.0, 2.0):
         vector = torch.where(rows, factor, 1.0)
@@ -150,14 +154,16 @@ def _scale_if_linear(
         if watched is None or watched.signal is None:
             return None
         seen.append(watched)
-    signals = [each.signal.double() for each in seen if each.signal is not None]
+    signals = [run.signal.double() for run in seen if run.signal is not None]
     product = seen[1].product
     if not seen[1].is_fused:
         signals, product = _relative(signals, product)
     zero, once, twice = signals
     usable = (once.abs() < 1e4) & (zero.abs() < 1e4)  # masks are large negative numbers
-    change, again = (once - zero)[usable], (twice - once)[usable]
-    if not change.abs().max() > 0 or not torch.allclose(change, again, rtol=1e-3, atol=1e-4 * float(change.abs().max())):
+    change, second_change = (once - zero)[usable], (twice - once)[usable]
+    if not change.abs().max() > 0 or not torch.allclose(
+        change, second_change, rtol=1e-3, atol=1e-4 * float(change.abs().max())
+    ):
         return None
     if seen[1].is_fused:
         return seen[1].scale
@@ -169,15 +175,15 @@ def _scale_if_linear(
 
 
 def _relative(signals: list[Tensor], product: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
-    """Logits, and q.k, less those of one key in each row. A model may subtract the largest of each row from all of them, and
-    may add columns that no key makes, such as attention sinks."""
+    """Logits and q.k, minus their value for one key of each row, since a model may subtract the largest logit of a row from all
+    of them. Columns that belong to no key, such as attention sinks, are left out."""
     once = signals[1]
     if product is None or product.shape[:-1] != once.shape[:-1] or product.shape[-1] > once.shape[-1]:
         product = None
     else:
-        signals = [each[..., : product.shape[-1]] for each in signals]
+        signals = [logits[..., : product.shape[-1]] for logits in signals]
     chosen = signals[1].argmax(-1, keepdim=True)
-    relative = [each - each.gather(-1, chosen) for each in signals]
+    relative = [logits - logits.gather(-1, chosen) for logits in signals]
     return relative, None if product is None else product.double() - product.double().gather(-1, chosen)
 
 
@@ -190,7 +196,7 @@ def _ranges(rows: Tensor) -> tuple[tuple[int, int], ...]:
 
 
 def _watched(model: nn.Module, attention: FoundAttention, runs: Sequence[Run]) -> _Seen | None:
-    """What was seen in the first run that reaches the attention; None if no run does."""
+    """What was seen in the first run that reaches the softmax of the module; None if no run does."""
     for run in runs:
         watch = _Watch()
         with quiet(model), _hooks(attention.module, watch), suppress(Exception), watch:
@@ -227,7 +233,7 @@ def _hooks(core: nn.Module, watch: _Watch) -> Iterator[None]:
 
 @contextmanager
 def quiet(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, without gradients unless they are turned on inside, and with the random state restored."""
+    """Switches to evaluation mode, and restores the modes and the random state afterwards. Gradients stay as they are."""
     modes = {module: module.training for module in model.modules()}
     grad = torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad()
     try:

@@ -1,5 +1,7 @@
-"""Adapts optimizers when weights change their layout, from matrices to non-zeros or back. An optimizer that holds a replaced
-parameter refuses to step. Optimizer state in the other layout is converted."""
+"""Adapts optimizers when weights change their layout, from matrices to non-zeros or back.
+
+An optimizer that holds a replaced parameter refuses to step. Optimizer state in the old layout is converted.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,13 @@ from smupar.plan.settings import refuse
 
 _REPLACED = "_smupar_replaced"
 _MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-# The ``state`` of each optimizer that was last converted. Loading a state dict replaces it.
+# Optimizer -> its ``state`` when it was last converted. Loading a state dict replaces the ``state`` object.
 _FITTED: weakref.WeakKeyDictionary[Optimizer, object] = weakref.WeakKeyDictionary()
 
 
 def watch_optimizers(model: nn.Module, replaced: Iterable[nn.Parameter]) -> None:
-    """Watches the optimizers of a model whose weights have a new layout. Optimizers with a replaced parameter refuse to step,
-    and state that is loaded is converted to the new layout."""
+    """Watches the optimizers of a model whose weights have a new layout. ``replaced`` are the parameters that are no longer in
+    the model."""
     _MODELS.add(model)
     for parameter in replaced:
         setattr(parameter, _REPLACED, True)
@@ -46,6 +48,6 @@ def _fit_state(step: Step) -> None:
     for model in _MODELS:
         for name, parameter in model.named_parameters():
             state, weight = states.get(parameter, {}), weight_of(model, name)
-            for what, value in state.items():
+            for key, value in state.items():
                 if isinstance(value, Tensor) and weight.is_foreign(value.shape):
-                    state[what] = weight.converted(value)
+                    state[key] = weight.converted(value)

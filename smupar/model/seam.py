@@ -1,9 +1,9 @@
 """The seam around ``optimizer.step()``: everything that smupar does before and after a step, by name and in a fixed order.
 
 torch calls two global hooks of ours at the step of every optimizer: the first before the optimizer's own hooks, the second
-after them. Each optimizer has a ``Seam`` with the phases that apply to it. The seam is an attribute that copies and pickles do
-not have, just as they do not have hooks. ``print(seam_of(optimizer))`` shows what will run. An optimizer without phases pays
-for two function calls.
+after them. Each optimizer has a ``Seam`` with the phases that apply to it. The seam is an attribute of the optimizer. Copies
+and pickles do not have it, just as they do not have hooks. ``print(seam_of(optimizer))`` shows what will run. For an optimizer
+without phases, a step costs two function calls more.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from smupar.model.sharding import local
 from smupar.plan.settings import refuse
 
 _PREPARE = ("refuse_replaced", "fit_state", "check_ratios", "set_rates")
-# With a closure, ``look`` runs after each call of it, since its forward passes belong to this step.
+# If the step has a closure, ``look`` runs after each call of the closure, since its forward passes belong to this step.
 _LOOK = ("look",)
 # ``measure`` sees corrected and masked weights, and the learning rates of the step.
 _FOLLOW_UP = ("correct", "mask", "measure")
@@ -42,7 +42,7 @@ class Step:
 
     @cached_property
     def was_noop(self) -> bool:
-        """Whether the step changed nothing, for phases after the step. It is found out once, when the first phase asks."""
+        """Whether the step changed nothing. Only phases after the step may ask; the answer is computed once."""
         return step_was_noop(self.optimizer)
 
 
@@ -51,8 +51,8 @@ Owner = TypeVar("Owner")
 
 
 class Seam:
-    """The phases of one optimizer. Each phase belongs to an owner. An owner has at most one phase of each name; adding a second
-    replaces the first."""
+    """The phases of one optimizer. Each phase belongs to an owner, and an owner has at most one phase of each name. A second
+    one replaces the first."""
 
     def __init__(self) -> None:
         self.phases: dict[str, dict[Hashable, Phase]] = {}
@@ -72,19 +72,20 @@ class Seam:
         return list(self.phases.get(phase, ()))
 
     def owner(self, kind: type[Owner]) -> Owner | None:
-        """The owner of this class, among the owners of all phases."""
+        """The owner that has this class; None if there is none."""
         return next((owner for phases in self.phases.values() for owner in phases if isinstance(owner, kind)), None)
 
     def __str__(self) -> str:
         lines = []
         for when, names in (("before", BEFORE), ("after", AFTER)):
-            owners = {name: [getattr(who, "__name__", type(who).__name__) for who in self.owners(name)] for name in names}
-            shown = ", ".join(f"{name} ({', '.join(whose)})" for name, whose in owners.items() if whose)
+            owners = {name: [getattr(own, "__name__", type(own).__name__) for own in self.owners(name)] for name in names}
+            shown = ", ".join(f"{name} ({', '.join(titles)})" for name, titles in owners.items() if titles)
             lines.append(f"{when}: {shown or 'nothing'}")
         return "\n".join(lines)
 
     def begin(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Runs the phases before the step. Returns new arguments for the step if it wraps a closure among them."""
+        """Runs the phases before the step. If it has to wrap the closure among the arguments of the step, it returns new
+        arguments."""
         step = Step(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         self.run(_PREPARE, step)
@@ -107,7 +108,7 @@ class Seam:
         )
 
     def finish(self) -> None:
-        """Runs the phases after the step, once. Code in one of the optimizer's own hooks may call this first."""
+        """Runs the phases after the step, once. A hook of the optimizer may call this before torch does."""
         if (step := self.step) is not None:
             self.step = None
             try:
@@ -141,7 +142,7 @@ _LOCK = threading.RLock()  # threads may make models and step optimizers at the 
 
 
 def on_every_step(name: str, phase: Phase, applies: Callable[[Optimizer], bool] = lambda _: True) -> None:
-    """Adds a phase to all optimizers that it applies to, existing and new ones. The phase is its own owner. A second call
+    """Adds a phase to all optimizers to which it applies, now and in the future. The phase is its own owner. A second call
     changes nothing."""
     with _LOCK:
         if (name, phase) not in EVERYWHERE:
@@ -169,37 +170,36 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if seam.step is not None:
         seam.finish()
     else:
-        # The step called the step of its parent class, which torch wraps too. The inner step has run all phases. The outer one
-        # may have
-        # written to weights afterwards, so they are masked again.
+        # The optimizer's step called the step of its parent class, which torch wraps too. That inner step has run all phases.
+        # The outer step may have written to weights afterwards, so they are masked again.
         seam.run(("mask",), Step(optimizer))
 
 
-# Optimizers, as users hand them over
+# Optimizers, as users pass them
 
 
 def optimizers(optimizer: Any) -> list[Optimizer]:
     """One optimizer, several or none, as a list of unwrapped optimizers."""
     if optimizer is None:
         return []
-    return [unwrap_optimizer(each) for each in (optimizer if isinstance(optimizer, Iterable) else [optimizer])]
+    return [unwrap_optimizer(wrapped) for wrapped in (optimizer if isinstance(optimizer, Iterable) else [optimizer])]
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
     """The torch optimizer that owns the state and takes the step, inside the wrappers of Accelerate (``optimizer``) and of
     sharpness-aware minimisation (``base_optimizer``)."""
     while True:
-        inner = (getattr(optimizer, name, None) for name in ("optimizer", "base_optimizer"))
-        wrapped = next((each for each in inner if isinstance(each, Optimizer)), None)
-        if wrapped is None:
+        attributes = (getattr(optimizer, name, None) for name in ("optimizer", "base_optimizer"))
+        inner = next((value for value in attributes if isinstance(value, Optimizer)), None)
+        if inner is None:
             return optimizer
-        optimizer = wrapped
+        optimizer = inner
 
 
 def step_was_noop(optimizer: Optimizer) -> bool:
     """Whether the last step of an optimizer changed nothing. There are two such steps: torch.distributed.checkpoint makes one
     with a learning rate of 0 to create state, and a fused optimizer skips one if a GradScaler found an overflow."""
-    overflow = getattr(optimizer, "found_inf", None)  # set by a GradScaler; only then is the GPU waited for
+    overflow = getattr(optimizer, "found_inf", None)  # set by a GradScaler; reading it waits for the GPU
     if overflow is not None and bool(overflow):
         return True
     rates = [group["lr"] for group in optimizer.param_groups]

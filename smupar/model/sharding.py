@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """``tensor`` on the device of ``parameter``; under FSDP2 this rank's shard of it. Every rank passes the same full
+    """``tensor`` on the device of ``parameter``, and under FSDP2 sharded in the same way. Every rank passes the same full
     tensor."""
     if not is_sharded(parameter):
         return tensor.to(parameter.device)

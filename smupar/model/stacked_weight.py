@@ -11,13 +11,13 @@ from torch import Tensor
 
 from smupar.model.compressed import MaskChange
 
-ONLY = (0,)  # the only model of a weight that is not stacked
+ONLY = (0,)  # the index of the only model, for a weight that is not stacked
 
 
 @dataclass
 class StackedWeight:
-    """The same weight in every model of a stack. ``values`` and ``state`` are the tensors that the stack's step updates. The
-    methods do the same as those of ``ModelWeight``."""
+    """The same weight in every model of a stack. ``values`` and ``state`` are the tensors that a step of the stack updates.
+    ``ModelWeight`` documents the methods."""
 
     name: str
     values: Tensor  # (models, *shape)

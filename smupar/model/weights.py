@@ -1,14 +1,13 @@
-"""One interface to a weight matrix in each of the three ways to keep it: everything that the library reads from a weight or
-does to it.
+"""One interface to a weight matrix, whichever of three ways it is kept in.
 
 ``DenseWeight``       a parameter of full shape, with or without a mask; it may be sharded over ranks
 ``CompressedWeight``  a parameter of the non-zeros alone, in a ``SparseLinear``
 ``StackedWeight``     the same weight of many models, in tensors with a leading dimension of models
 
-Optimizer groups, learning rates and traces use the parameter's name and need none of this. Code that needs the matrix, the
+Optimizer groups, learning rates and traces use only the parameter's name. Code that needs the matrix, the
 mask, the optimizer state or the dense gradient calls ``weight_of(model, name)`` or ``hidden_weights(model, plan)``. Code that
 moves masks or measures updates works on tensors with one row per model, so that it serves one model and a stack of many. For
-this all three classes have ``shape``, ``rows``, ``set_mask``, ``dense_grad``, ``multiply``, ``input_gradient``, ``num_kept``,
+this, all three classes have ``shape``, ``rows``, ``set_mask``, ``dense_grad``, ``multiply``, ``input_gradient``, ``num_kept``,
 ``scale``, ``snapshot`` and ``restore``.
 """
 
@@ -61,7 +60,7 @@ class ModelWeight(ABC):
 
     @abstractmethod
     def laid_out(self, matrix: Tensor) -> Tensor:
-        """Converts a whole matrix to the form of the parameter."""
+        """Converts a whole matrix to the form in which the parameter keeps it."""
 
     # The mask
 
@@ -86,35 +85,35 @@ class ModelWeight(ABC):
 
     @abstractmethod
     def attach(self, mask: Tensor | None = None) -> None:
-        """Registers the mask, if one is given, and the gradient's hook."""
+        """Registers the mask, if one is given, and the hook that masks the gradient."""
 
     @abstractmethod
     def zero_off_mask(self) -> None:
         """Sets weights off the mask to 0, if they are stored."""
 
     def rows(self, models: Sequence[int] = ONLY) -> tuple[Tensor, Tensor]:
-        """Values and mask, each (models, entries), whole on every rank. Only read them: they may be views."""
+        """Values and mask, each (models, entries), whole on every rank. Do not write to them, since they may be views."""
         return self.full().flatten()[None], self.full_mask().flatten()[None]
 
     def set_mask(self, new: Tensor, models: Sequence[int] = ONLY) -> MaskChange:
-        """Changes the mask to ``new``, (models, entries). Weights that stay keep value, gradient and optimizer state. For
-        weights that are dropped or new, all of these become 0."""
+        """Changes the mask to ``new``, (models, entries). Weights that stay keep their value, gradient and optimizer state.
+        Weights that are dropped or new get 0 for all three."""
         new = new.view(self.shape)
         if num_ranks() > 1:
-            # ranks compute the same mask; a rounding error could make them differ for good
+            # All ranks compute the same mask, but a rounding error could make them differ forever.
             dist.broadcast(sent := new.to(torch.uint8), 0)
             new = sent.bool()
         parameter, before = self.parameter, self.parameter.shape
         change = self._write_mask(new)
         for state in (optimizer.state.get(parameter, {}) for optimizer in self.optimizers):
-            for what, value in state.items():
+            for key, value in state.items():
                 if isinstance(value, Tensor) and value.shape == before:
-                    state[what] = change.remap(value)
+                    state[key] = change.remap(value)
         return change
 
     @abstractmethod
     def _write_mask(self, new: Tensor) -> MaskChange:
-        """Changes mask, parameter and gradient to a whole mask."""
+        """Changes the mask to ``new``, a whole mask, and the parameter and its gradient with it."""
 
     # The gradient and the product
 
@@ -126,11 +125,11 @@ class ModelWeight(ABC):
     @property
     @abstractmethod
     def dense_gradient(self) -> DenseGradient:
-        """The place for the gradient without a mask, if that is requested. The hook that masks the gradient fills it; for
-        compressed weights the layer's backward pass does (``model/compressed.Product``). It stays empty if the hook is lost."""
+        """Holds the gradient without a mask, if that is requested. The hook that masks the gradient fills it; for compressed
+        weights, the layer's backward pass does (``compressed.Product``). It stays empty if the hook is lost."""
 
     def dense_grad(self, models: Sequence[int] = ONLY) -> Tensor:
-        """The gradient without a mask, (models, entries), summed over ranks, if it was requested."""
+        """The requested gradient without a mask, (models, entries), summed over ranks."""
         shard, grad = local(self.parameter), self.dense_gradient.value
         if grad is None:  # this rank has no gradient, but others may
             grad = shard.new_zeros(shard.shape if self.stores_zeros else self.shape)
@@ -156,7 +155,7 @@ class ModelWeight(ABC):
     def num_kept(self) -> Tensor:
         """The number of weights on the mask; under FSDP2, in this rank's part."""
 
-    # Values from elsewhere
+    # Values
 
     def scale(self, factor: float, model: int = 0) -> None:
         self.parameter.mul_(factor)
@@ -172,7 +171,7 @@ class ModelWeight(ABC):
 
     @abstractmethod
     def make_room(self, num_values: int) -> None:
-        """Prepares the model's tensors for that many values, before they are read into them."""
+        """Prepares the model's tensors, so that ``num_values`` values can be read into them."""
 
     @torch.no_grad()
     def load(self, matrix: Tensor, mask: Tensor) -> None:
@@ -183,7 +182,7 @@ class ModelWeight(ABC):
 
     @abstractmethod
     def is_foreign(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of this shape has the weight's other form: non-zeros instead of a matrix, or the reverse."""
+        """Whether a tensor of this shape has the form that the weight does not use: non-zeros or a matrix."""
 
     @abstractmethod
     def converted(self, foreign: Tensor) -> Tensor:
@@ -334,7 +333,8 @@ class CompressedWeight(ModelWeight):
         return self.module.product(x)
 
     def input_gradient(self, x: Tensor, output_grad: Tensor, *, in_dim: int = 1) -> Tensor:
-        return output_grad @ self.full().to(output_grad.dtype)
+        matrix = self.full().to(output_grad.dtype)
+        return output_grad @ (matrix if in_dim == 1 else matrix.T)
 
     def num_kept(self) -> Tensor:
         return self.parameter.new_tensor(self.parameter.numel())

@@ -196,7 +196,7 @@ def _undecayed(no_decay: NoDecay | None, parameters: Mapping[str, nn.Parameter])
         return {name for name, parameter in parameters.items() if no_decay(name, parameter)}
     globs = [no_decay] if isinstance(no_decay, str) else list(no_decay)
     # Globs are matched one by one, since overlapping globs are allowed here.
-    matched = (match_globs({glob: True}, parameters, what="no_decay", among="trained parameters") for glob in globs)
+    matched = (match_globs({glob: True}, parameters, setting="no_decay", among="trained parameters") for glob in globs)
     return {name for names in matched for name in names}
 
 

@@ -1,5 +1,4 @@
-"""``make_plan`` turns rules, roles and densities into a Plan. It changes no model, and both models may be on the meta
-device."""
+"""Makes a Plan from rules, roles and densities. Nothing here changes a model, and both models may be on the meta device."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from smupar.plan.depth.correspondence import Correspondence, correspond
 from smupar.plan.forward.run import Example
 from smupar.plan.masks.allocations import Allocation, as_density, uniform
 from smupar.plan.masks.patterns import parse_pattern, read_masks
-from smupar.plan.masks.sparsity import DensitySetting, Sparsity, make_sparse
+from smupar.plan.masks.sparsity import DensitySetting, Sparsity, decide_sparsity
 from smupar.plan.notes import Note
 from smupar.plan.plan import Plan, PlanRow, PlanWarning
 from smupar.plan.reminders import make_reminders
@@ -33,7 +32,7 @@ from smupar.rules import SP, DepthRule, Rule, depth_factor, get_depth_rule, get_
 
 MaskSetting = Mapping[str, Tensor] | str | PathLike[str] | None
 
-# The rule relies on sums over many weights. With fewer than about 16 kept weights per neuron it gets inaccurate.
+# The rules rely on sums over many weights. With fewer than about 16 kept weights per neuron they are inaccurate.
 MIN_WEIGHTS_PER_NEURON = 16
 
 
@@ -58,7 +57,7 @@ class Settings(TypedDict, total=False):
     kappa: float | None
 
 
-# What a setting is that is not given. None: it follows from the models or from other settings, or there is none.
+# None means that the value follows from the models or from other settings, or that there is none.
 DEFAULTS: Settings = {
     "rule": "smupar",
     "density": None,
@@ -98,51 +97,51 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings, *, has_values
     """
     _refuse_unknown(settings)
     settings = {**DEFAULTS, **settings}
-    numbers = _Numbers.read(settings)
+    checked = _CheckedSettings.read(settings)
     pattern = parse_pattern(settings["pattern"])
     roles, evidence = infer_roles(model, base, delta=settings["delta"], roles=settings["roles"], example=settings["example"])
     density = settings["density"]
     masks = settings["masks"] or {}
     assert isinstance(masks, Mapping)
     density = pattern.default_density if density is None else density
-    sparsity = make_sparse(model, roles, pattern, density, numbers.base_spread, masks)
+    sparsity = decide_sparsity(model, roles, pattern, density, checked.base_spread, masks)
     depth = correspond(model, base)
-    branches = branch_factors(model, base, depth, numbers.depth, settings["branches"], settings["example"])
-    initial = InitialValues.of(model, base, roles, depth, numbers.rule, settings["init_std"], has_values=has_values)
+    branches = branch_factors(model, base, depth, checked.depth, settings["branches"], settings["example"])
+    initial_values = InitialValues.of(model, base, roles, depth, checked.rule, settings["init_std"], has_values=has_values)
     choice = settings["multipliers"]
-    has_factors = numbers.rule is not SP or bool(branches)  # SP leaves the model's own numbers alone
+    has_factors = checked.rule is not SP or bool(branches)  # SP leaves the model's own numbers alone
     multipliers, summed = _multipliers(model, base, depth, evidence, choice) if has_factors else (chosen([], choice), [])
     unscored = without_scores(model, evidence.usage, depth.modules, {role.name for role in roles if role.scaling})
     refuse_scaled_twice(multipliers, depth, branches, choice)
-    rows = tuple(_row(role, sparsity, numbers, initial, depth.m_depth(role.name)) for role in roles)
-    output_factor = numbers.forward("unembedding", _output_width(roles) * sparsity.live)
+    rows = tuple(_row(role, sparsity, checked, initial_values, depth.m_depth(role.name)) for role in roles)
+    output_factor = checked.forward("unembedding", _output_width(roles) * sparsity.live)
     return Plan(
-        rule=numbers.rule.name,
+        rule=checked.rule.name,
         rows=rows,
         pattern=pattern.name,
-        seed=numbers.seed,
-        base_density=numbers.base_density,
-        alpha_input=numbers.alphas["embedding"],
-        alpha_output=numbers.alphas["unembedding"],
+        seed=checked.seed,
+        base_density=checked.base_density,
+        alpha_input=checked.alphas["embedding"],
+        alpha_output=checked.alphas["unembedding"],
         output_factor=output_factor,
         live_neurons=sparsity.live_neurons,
-        depth=numbers.depth.name if depth.lists else "none",
+        depth=checked.depth.name if depth.lists else "none",
         branches=branches,
         notes=[
-            *_notes(model, roles, sparsity, numbers, depth),
-            *initial.notes,
+            *_notes(model, roles, sparsity, checked, depth),
+            *initial_values.notes,
             *(own_init(model, depth, branches) if has_values else ()),
-            *_settled(multipliers),
-            *_own(summed),
-            *_unscored(unscored),
+            *_about_set_numbers(multipliers),
+            *_about_summed_numbers(summed),
+            *_about_unscored(unscored),
             *evidence.notes,
         ],
         pending=make_reminders(
             model,
             roles,
-            numbers.rule,
+            checked.rule,
             1.0 if NORMED_OUTPUT in evidence.notes else output_factor,
-            numbers.forward("embedding", Fraction(1)),
+            checked.forward("embedding", Fraction(1)),
             () if choice == "own" else multipliers,
             unscored,
         ),
@@ -161,10 +160,10 @@ def _refuse_unknown(settings: Settings) -> None:
 def _multipliers(
     model: nn.Module, base: nn.Module, depth: Correspondence, evidence: Evidence, choice: str
 ) -> tuple[tuple[Multiplier, ...], list[Multiplier]]:
-    """The numbers that follow the width, after the user's choice, and those that should follow it."""
-    found = find_multipliers(model, base, depth.modules)
-    summed = in_sums(found, evidence.in_sums, depth.modules)
-    return chosen([each for each in found if each not in summed], choice), summed
+    """(numbers that follow the width, with the user's choice; numbers that follow it and have to)."""
+    following = find_multipliers(model, base, depth.modules)
+    summed = in_sums(following, evidence.in_sums, depth.modules)
+    return chosen([number for number in following if number not in summed], choice), summed
 
 
 def cautions(plan: Plan) -> list[str]:
@@ -178,19 +177,19 @@ def warn(cautions: list[str], *, stacklevel: int) -> None:
 
 
 @dataclass(frozen=True)
-class _Numbers:
-    """The checked settings that do not depend on the model."""
+class _CheckedSettings:
+    """The settings that can be checked without the model."""
 
     rule: Rule
     depth: DepthRule
     base_spread: Allocation
     base_density: Fraction
-    alphas: Mapping[str, float]  # role -> tuned factor on its layer's output
+    alphas: Mapping[str, float]  # role -> tuned factor on the outputs of layers in this role
     seed: int
-    kappa: float  # how much updates agree, for rules with two terms
+    kappa: float  # see ``rules.two_terms``; 0 for other rules
 
     @classmethod
-    def read(cls, settings: Settings) -> _Numbers:
+    def read(cls, settings: Settings) -> _CheckedSettings:
         rule = get_rule(settings["rule"])
         base = settings["base_density"]
         spread = base if isinstance(base, Allocation) else uniform(base)
@@ -209,7 +208,7 @@ class _Numbers:
         )
 
     def forward(self, use: str, m_d: Fraction) -> float:
-        """The forward factor of a layer that is used in the role ``use``."""
+        """The forward factor of a layer, in its role ``use`` and with the width multiplier ``m_d``."""
         return (self.alphas[use] if self.rule.has_alphas else 1.0) * float(self.rule.forward[use].of(m_d, 1, 1))
 
 
@@ -228,8 +227,10 @@ def _kappa(rule: Rule, kappa: float | None) -> float:
 # Rows
 
 
-def _row(role: ParamRole, sparsity: Sparsity, numbers: _Numbers, initial: InitialValues, m_depth: Fraction) -> PlanRow:
-    rule, multipliers, base_std = numbers.rule, sparsity.multipliers(role), initial.stds.get(role.name)
+def _row(
+    role: ParamRole, sparsity: Sparsity, checked: _CheckedSettings, initial_values: InitialValues, m_depth: Fraction
+) -> PlanRow:
+    rule, multipliers, base_std = checked.rule, sparsity.multipliers(role), initial_values.stds.get(role.name)
     width_in, width_out, density_mult = multipliers
     m_d = width_out if role.role == "embedding" else width_in
     return PlanRow(
@@ -248,15 +249,15 @@ def _row(role: ParamRole, sparsity: Sparsity, numbers: _Numbers, initial: Initia
         depth_mult=m_depth,
         lr_factors={
             family: float(powers[role.role].of(*multipliers))
-            * depth_factor(m_depth, numbers.depth.lr(family))
-            * (_two_terms(role, sparsity, numbers.kappa) if family in rule.two_terms else 1.0)
+            * depth_factor(m_depth, checked.depth.lr(family))
+            * (_two_terms(role, sparsity, checked.kappa) if family in rule.two_terms else 1.0)
             for family, powers in rule.lr.items()
             if role.role in powers
         },
-        eps_factor=float(rule.eps[role.role].of(*multipliers)) * depth_factor(m_depth, numbers.depth.eps),
-        forward=tuple((path, numbers.forward(use, m_d)) for path, use in role.uses),
+        eps_factor=float(rule.eps[role.role].of(*multipliers)) * depth_factor(m_depth, checked.depth.eps),
+        forward=tuple((path, checked.forward(use, m_d)) for path, use in role.uses),
         note=str(role.note or ""),
-        kept_factor=initial.factors.get(role.name, 1.0),
+        kept_factor=initial_values.factors.get(role.name, 1.0),
     )
 
 
@@ -269,24 +270,25 @@ def _two_terms(role: ParamRole, sparsity: Sparsity, kappa: float) -> float:
 
 
 def _output_width(roles: list[ParamRole]) -> Fraction:
-    """m_d of the logits. Without an unembedding it is that of the embedding, since the model may compute its logits by hand."""
+    """m_d of the logits. In a model without an unembedding it is the embedding's, with which the model may compute its
+    logits."""
     readouts = [role.width_in for role in roles if role.role == "unembedding"]
     tables = [role.width_out for role in roles if role.role == "embedding"]
     return next(iter(readouts + tables), None) or max((role.width_out for role in roles), default=Fraction(1))
 
 
-# What the user should know
+# Notes
 
 
 def _notes(
-    model: nn.Module, roles: list[ParamRole], sparsity: Sparsity, numbers: _Numbers, depth: Correspondence
+    model: nn.Module, roles: list[ParamRole], sparsity: Sparsity, checked: _CheckedSettings, depth: Correspondence
 ) -> list[Note]:
-    given = Note(
+    own_masks = Note(
         "given masks",
-        "masks of your own: the rule assumes random masks, so check the model's coordinates if they come from magnitudes or "
+        "masks of your own: the rule assumes random masks, so run smupar.coord_check if yours come from magnitudes or "
         "gradients",
     )
-    notes = [*([given] if sparsity.given else []), *_thin(roles, sparsity)]
+    notes = [*([own_masks] if sparsity.given else []), *_about_thin(roles, sparsity)]
     noted: dict[Note, list[str]] = {}
     for role in roles:
         if role.note is not None and (role.note is not GUESSED or role.name in sparsity.densities):
@@ -296,10 +298,10 @@ def _notes(
         text = f"{', '.join(names[:4])}{more} {'is' if len(names) == 1 else 'are'} {note}"
         notes.append(Note(note.kind, text, note.is_caution))
     for path, multiplier in depth.lists.items():
-        text = f"{path!r} has {float(multiplier):g} times as many layers as the base; depth rule {numbers.depth.title}"
+        text = f"{path!r} has {float(multiplier):g} times as many layers as the base; depth rule {checked.depth.title}"
         notes.append(Note("depth", text, False))
-    if not numbers.rule.has_alphas and any(alpha != 1 for alpha in numbers.alphas.values()):
-        notes.append(Note("alphas", f"{numbers.rule.title} does not use alpha_input and alpha_output", False))
+    if not checked.rule.has_alphas and any(alpha != 1 for alpha in checked.alphas.values()):
+        notes.append(Note("alphas", f"{checked.rule.title} does not use alpha_input and alpha_output", False))
     attention = any(named_like_attention(model))
     if attention and sparsity.live != 1:
         notes.append(
@@ -309,35 +311,37 @@ def _notes(
             )
         )
     has_custom_modules = any(not type(module).__module__.startswith("torch.nn") for module in model.modules())
-    if not attention and has_custom_modules and numbers.rule.attention_exponent == -1:
+    if not attention and has_custom_modules and checked.rule.attention_exponent == -1:
         text = "no attention was recognised; if the model has attention, scale its q.k by plan.attention_scale(head_dim)"
         notes.append(Note("attention", text, False))
     return notes
 
 
-def _settled(multipliers: tuple[Multiplier, ...]) -> list[Note]:
-    """A note on the multipliers that get the base's values."""
-    shown = [f"{each.where} {each.value:g} -> {each.base_value:g}" for each in multipliers if each.is_set]
+def _about_set_numbers(multipliers: tuple[Multiplier, ...]) -> list[Note]:
+    """A note on the numbers that get the base's values."""
+    shown = [f"{number.where} {number.value:g} -> {number.base_value:g}" for number in multipliers if number.is_set]
     text = f"set to the base's values, since Table 1 has every power of the width that is needed: {', '.join(shown)}"
     return [Note("multipliers", text, False)] if shown else []
 
 
-def _own(summed: list[Multiplier]) -> list[Note]:
-    """A note on the numbers that follow the width, and should."""
-    text = f"left to follow the width, since they multiply nothing but sums over it: {', '.join(map(str, summed))}"
+def _about_summed_numbers(summed: list[Multiplier]) -> list[Note]:
+    """A note on the numbers that have to follow the width, since they multiply sums over it."""
+    text = f"left to follow the width, since they multiply only sums over the width: {', '.join(map(str, summed))}"
     return [Note("multipliers", text, False)] if summed else []
 
 
-def _unscored(paths: tuple[str, ...]) -> list[Note]:
+def _about_unscored(paths: tuple[str, ...]) -> list[Note]:
+    """A note on modules that are named like attention but need no scale."""
     globs = dict.fromkeys(map(layer_glob, paths))
     text = (
-        "called attention, but no product of queries and keys was seen there, or only of vectors of length 1, so no scale is "
-        f"needed: {', '.join(globs)}"
+        f"no attention scale is needed in {', '.join(globs)}: the example multiplies no queries and keys there, or only "
+        "vectors of length 1"
     )
     return [Note("attention", text, False)] if paths else []
 
 
-def _thin(roles: list[ParamRole], sparsity: Sparsity) -> list[Note]:
+def _about_thin(roles: list[ParamRole], sparsity: Sparsity) -> list[Note]:
+    """A note on hidden weights that keep too few weights per neuron."""
     per_neuron = {
         role.name: sparsity.weights_per_neuron(role)
         for role in roles

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Note:
-    """A remark on a plan; ``kind`` is for programs, the text for people."""
+    """A remark on a plan. Programs read ``kind``; people read ``text``."""
 
     kind: str
     text: str

@@ -36,7 +36,7 @@ class PlanWarning(UserWarning):
     """The plan is valid, but the user should know something about it."""
 
 
-PLAN_FILE = "smupar_plan.json"  # saved beside the weights of a Hugging Face model, which cannot be loaded without it
+PLAN_FILE = "smupar_plan.json"  # beside the weights of a Hugging Face model, which cannot be loaded without the plan
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class PlanRow:
 
 @dataclass
 class Plan:
-    """All rows, and the settings that they come from. ``pending`` holds reminders of what only the user can set; ``settle``
-    removes one."""
+    """All rows, and the settings that they come from. ``pending`` holds reminders of what only the user can set, and ``settle``
+    removes a reminder."""
 
     rule: str
     rows: tuple[PlanRow, ...]
@@ -92,12 +92,12 @@ class Plan:
     output_factor: float  # factor on the logits
     live_neurons: tuple[int, int] = (1, 1)  # (live neurons in each period, period), for pattern "neuron"
     depth: str = "none"  # the depth rule, where model and base differ in depth
-    branches: tuple[tuple[str, float], ...] = ()  # (module path, factor on its output), of residual branches
+    branches: tuple[tuple[str, float], ...] = ()  # (module path, factor on its output) for each end of a residual branch
     notes: list[Note] = field(default_factory=list)
     pending: dict[str, str] = field(default_factory=dict)
     multipliers: tuple[Multiplier, ...] = ()  # numbers of the model that follow its width
     attention: list[AttentionChange] = field(default_factory=list)  # how ``set_attention_scale`` set the scale of q.k
-    unscored: tuple[str, ...] = ()  # modules that are called attention, but multiply no queries and keys
+    unscored: tuple[str, ...] = ()  # modules that are named like attention, but need no scale of q.k
 
     def __post_init__(self) -> None:
         self._by_name = {row.name: row for row in self.rows}
@@ -122,7 +122,8 @@ class Plan:
         return 1 - float(sum(math.prod(row.shape) * row.density for row in hidden) / total) if total else 0.0
 
     def attention_scale(self, head_dim: int) -> float:
-        """The number that q.k must be multiplied by (Table 1). Put it into your model, then ``settle("attention_scale")``."""
+        """The number by which q.k must be multiplied (Table 1). Put it into your model, then call
+        ``settle("attention_scale")``."""
         refuse(head_dim < 1, f"head_dim must be a positive whole number, got {head_dim!r}")
         return get_rule(self.rule).attention_scale(int(head_dim))
 
@@ -161,7 +162,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "this text") -> Plan:
-        """Reads what ``to_json`` wrote. ``source`` names the text in errors."""
+        """Reads the text that ``to_json`` wrote. ``source`` names the text in errors."""
         remedy = "write it again with plan.to_json()"
         data = parse_object(text, source=source, remedy=remedy, may_be_edited=True)
         refuse(data.pop("format", None) != FORMAT, f"{source} is not a plan in format {FORMAT!r}: {remedy}")
@@ -190,12 +191,11 @@ class Plan:
         for row in self:
             if row.name in other:
                 pairs = ((item.name, getattr(row, item.name), getattr(other[row.name], item.name)) for item in fields(row))
-                lines += [f"{row.name}: {what} {_shown(a)} -> {_shown(b)}" for what, a, b in pairs if a != b]
+                lines += [f"{row.name}: {field_name} {_shown(a)} -> {_shown(b)}" for field_name, a, b in pairs if a != b]
         return lines
 
     def __str__(self) -> str:
-        # Parameters of several blocks share a line if their numbers are equal. A star replaces the layer number, followed by
-        # the number of parameters.
+        # Parameters of several blocks share a line if their numbers are equal: ``blocks.*.fc (4x)`` stands for 4 parameters.
         deeper, branches = any(row.depth_mult != 1 for row in self), dict(self.branches)
         cells = {row.name: _cells(row, deeper, branches.get(parent_path(row.name))) for row in self}
         blocks: dict[str, list[str]] = {}
@@ -243,8 +243,11 @@ def _init_cell(row: PlanRow) -> str:
 
 
 def _cells(row: PlanRow, deeper: bool, branch: float | None) -> tuple[str, ...]:
-    """The cells of a row. ``deeper``: whether the table has a column of depth multipliers. ``branch``: the factor on the output
-    of the parameter's module, if that ends a residual branch."""
+    """The cells of a row.
+
+    deeper  whether the table has a column of depth multipliers
+    branch  factor on the output of the parameter's module, if the module ends a residual branch
+    """
     return (
         row.role,
         "x".join(map(str, row.shape)) or "1",

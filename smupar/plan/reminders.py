@@ -1,4 +1,4 @@
-"""Reminders of what only the user can set, because no hook reaches it, and a probe for whether the attention scale is set."""
+"""Reminds the user of what only the user can set, because hooks cannot, and checks whether the attention scale is set."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def make_reminders(
         roles,
         "embedding",
         input_factor,
-        "{} belongs to no layer that could be scaled: multiply what the model reads from it by",
+        "{} belongs to no layer that could be scaled: multiply the values that the model takes from it by",
         "no layer that reads the inputs was found, so no hook applies this factor: multiply the embedded inputs by",
         f"alpha_input = {input_factor:g}; then plan.settle('input_factor').",
     )
@@ -59,23 +59,23 @@ def _about_attention(model: nn.Module, rule: Rule, unscored: tuple[str, ...]) ->
 
 
 def _about_multipliers(multipliers: tuple[Multiplier, ...]) -> str:
-    """What to do about numbers that follow the width and were not set to the base's values; "" if nothing."""
-    left = [each for each in multipliers if not each.is_set]
+    """What to do about numbers that follow the width and were not set to the base's values; "" if there are none."""
+    left = [number for number in multipliers if not number.is_set]
     if not left:
         return ""
     shown = ", ".join(map(str, left[:6])) + (f" and {len(left) - 6} more" if len(left) > 6 else "")
-    stuck = [each.where for each in left if not each.can_be_set]
+    stuck = [number.where for number in left if not number.can_be_set]
     by_hand = f" ({', '.join(stuck[:3])}: by hand, since the model also uses the number as a size)" if stuck else ""
     return (
-        f"{shown}: these follow the width and are no sizes. Table 1 holds if the model multiplies by the same numbers at every "
-        f"width: pass multipliers='base' to parameterize, which sets them to the base's values{by_hand}. Where such a number "
-        "divides a sum over neurons it must follow the width: pass multipliers='own', or plan.settle('multipliers')."
+        f"{shown}: these numbers follow the width but are not sizes. Table 1 holds if the model multiplies by the same numbers "
+        f"at every width: pass multipliers='base' to parameterize, which sets them to the base's values{by_hand}. But a number "
+        "that divides a sum over neurons must follow the width: then pass multipliers='own', or plan.settle('multipliers')."
     )
 
 
 def _about_factor(roles: list[ParamRole], role_name: str, factor: float, unscaled: str, absent: str, remedy: str) -> str:
-    """What to do about a factor that no hook applies; "" if nothing. The text starts with ``unscaled`` if hooks miss parameters
-    of this role, and with ``absent`` if the model has no such parameters."""
+    """What to do about a factor that no hook applies; "" if hooks apply it everywhere. The text starts with ``unscaled`` if
+    hooks miss some parameters of this role, and with ``absent`` if the model has no such parameters."""
     missing = [role.name for role in roles if role.role == role_name and not role.uses]
     is_reached = any(use == role_name for role in roles for _, use in role.uses)
     if factor == 1 or (is_reached and not missing):
@@ -83,16 +83,16 @@ def _about_factor(roles: list[ParamRole], role_name: str, factor: float, unscale
     return f"{unscaled.format(', '.join(missing)) if missing else absent} {remedy}"
 
 
-# The probe
+# Is the attention scale set?
 
 
 def shows_scale(model: nn.Module, scale_of: Callable[[int], float]) -> bool:
-    """Whether every attention of the model has the plan's scale and its head size in attributes.
+    """Whether the attributes of every attention module show a head size, and the plan's scale for it.
 
-    If an attention keeps either elsewhere, the probe misses it, and the user has to settle the reminder.
+    If a module keeps one of these elsewhere, the answer is False, and the user has to settle the reminder.
     """
-    every = find_attentions(model)
-    return bool(every) and all(is_scaled(attention, scale_of) for attention in every)
+    attentions = find_attentions(model)
+    return bool(attentions) and all(is_scaled(attention, scale_of) for attention in attentions)
 
 
 def is_scaled(attention: FoundAttention, scale_of: Callable[[int], float]) -> bool:

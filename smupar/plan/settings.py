@@ -1,5 +1,7 @@
-"""Checks settings: choices among words, numbers, and values by parameter name, ``{"glob": value}``. The first glob that
-matches a name wins. A glob that matches nothing is refused."""
+"""Checks settings: choices among words, numbers, and values by parameter name (``{"glob": value}``).
+
+The first glob that matches a name decides. A glob that matches nothing is refused.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ def refuse(is_wrong: object, message: str) -> None:
         raise ValueError(message)
 
 
-def match_globs(settings: Mapping[str, T], names: Iterable[str], *, what: str, among: str) -> dict[str, T]:
-    """The setting of each name that a glob matches; other names are left out.
+def match_globs(settings: Mapping[str, T], names: Iterable[str], *, setting: str, among: str) -> dict[str, T]:
+    """The setting of each name that a glob matches. Names that no glob matches are left out.
 
-    ``what`` names the argument and ``among`` the kind of names in errors.
+    Errors use ``setting`` as the name of the argument, and ``among`` for the kind of the names.
     """
     names = list(names)
     first_glob = {name: next((glob for glob in settings if fnmatchcase(name, glob)), None) for name in names}
@@ -31,16 +33,16 @@ def match_globs(settings: Mapping[str, T], names: Iterable[str], *, what: str, a
             continue
         refuse(
             any(fnmatchcase(name, glob) for name in names),
-            f"{what}: {glob!r} has no effect, earlier globs take all its matches; put it before them",
+            f"{setting}: {glob!r} has no effect, earlier globs take all its matches; put it before them",
         )
         shown = ", ".join(names[:8]) + (f", ... ({len(names)} in all)" if len(names) > 8 else "")
-        raise ValueError(f"{what}: {glob!r} matches none of the {among}: {shown or 'there are none'}")
+        raise ValueError(f"{setting}: {glob!r} matches none of the {among}: {shown or 'there are none'}")
     return {name: settings[glob] for name, glob in first_glob.items() if glob is not None}
 
 
-def choice(what: str, value: object, allowed: Iterable[object]) -> None:
+def choice(setting: str, value: object, allowed: Iterable[object]) -> None:
     """Raises ValueError if the value is not one of the allowed ones."""
-    refuse(value not in allowed, f"{what} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+    refuse(value not in allowed, f"{setting} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 def layer_glob(name: str) -> str:
@@ -48,18 +50,18 @@ def layer_glob(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def whole(value: int, what: str) -> int:
+def whole(value: int, setting: str) -> int:
     """The value, if it is a whole number."""
     try:
         return index(value)
     except TypeError:
-        raise ValueError(f"{what} must be a whole number, got {value!r}") from None
+        raise ValueError(f"{setting} must be a whole number, got {value!r}") from None
 
 
-def finite(value: float, what: str) -> float:
+def finite(value: float, setting: str) -> float:
     """The value, if it is a finite number."""
     refuse(
         isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value),
-        f"{what} must be a finite number, got {value!r}",
+        f"{setting} must be a finite number, got {value!r}",
     )
     return float(value)

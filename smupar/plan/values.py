@@ -1,8 +1,8 @@
 """Decides the initial values of parameters: the std of weights that Table 1 initialises, which weights stay zero, and a
 factor for biases whose size follows the width.
 
-A rule wants biases and other vectors to have one size at every width. Torch draws biases from U(-b, b) with b = 1 /
-sqrt(fan-in), so those of a wide model are too small. The plan has a factor that gives them the base's size.
+A rule wants biases and other vectors to have the same size at every width. Torch draws biases from U(-b, b) with b = 1 /
+sqrt(fan-in), so the biases of a wide model are too small. The plan has a factor that gives them the base's size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ InitStdSetting = float | str | Mapping[str, float | str]
 
 # Powers of the width that an initial size may follow, the likeliest first. Other powers are reported, not corrected.
 _EXPONENTS = (0.5, 1.0, -0.5, -1.0)
-_SIGMAS = 4.0
+_SIGMAS = 4.0  # sizes count as equal if they differ by less than this many standard errors
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def _base_stds(roles: list[ParamRole], rule: Rule, init_std: InitStdSetting) -> 
     matrices = {role.name: role for role in roles if role.role in rule.init_var and role.note is not FROZEN}
     if isinstance(init_std, Mapping):
         among = "weights that get an init (embedding, hidden, unembedding)"
-        named = match_globs(init_std, matrices, what="init_std", among=among)
+        named = match_globs(init_std, matrices, setting="init_std", among=among)
     else:
         named = dict.fromkeys(matrices, init_std)
     missing = [name for name in matrices if name not in named]
@@ -92,27 +92,27 @@ def _base_std(role: ParamRole, setting: float | str, tied_fan_in: int) -> float:
 def kept_factors(
     model: nn.Module, base: nn.Module, roles: Iterable[ParamRole], names: Mapping[str, str]
 ) -> tuple[dict[str, float], list[Note]]:
-    """(parameter -> factor that gives its initial values their size at base width, notes on what is unclear).
+    """(parameter -> factor that gives its initial values the size that they have in the base, notes on what is unclear).
     Parameters are left out if their size does not change or their values are unknown. ``names`` maps parameters of the model to
     those of the base.
 
     A bias on the meta device has no values, but its init is known if only torch's own layer wrote it. Models with an
     ``_init_weights``, as in transformers, write biases later.
     """
-    own, every = dict(model.named_parameters()), dict(base.named_parameters(remove_duplicate=False))
-    narrow = {name: every[names[name]] for name in own}
-    widths = _widths(own, narrow)
+    parameters, of_base = dict(model.named_parameters()), dict(base.named_parameters(remove_duplicate=False))
+    narrow = {name: of_base[names[name]] for name in parameters}
+    widths = _widths(parameters, narrow)
     writes_later = any(hasattr(module, "_init_weights") for module in model.modules())
     factors: dict[str, float] = {}
     unclear: list[str] = []
     unknown: list[str] = []
     for role in roles:
-        value = _values(own[role.name])
+        value = _values(parameters[role.name])
         if role.role not in ("vector", "fixed") or _says_nothing(value) or role.note is ORIGINAL:
-            continue  # the lengths of weight norm are those of the weight that the model drew
+            continue  # weight norm's lengths (ORIGINAL) belong to the weight that the model drew
         bound, base_bound = _torch_bound(model, role.name), _torch_bound(base, names[role.name])
         if value is None:
-            if bound != base_bound and _is_written_once(own[role.name]) and not writes_later:
+            if bound != base_bound and _is_written_once(parameters[role.name]) and not writes_later:
                 factors[role.name] = base_bound / bound
             elif bound != base_bound:
                 unknown.append(role.name)
@@ -133,7 +133,7 @@ def kept_factors(
 def _about(unknown: list[str], unclear: list[str]) -> Iterator[Note]:
     if unknown:
         shown = ", ".join(map(repr, unknown[:4])) + (f" and {len(unknown) - 4} more" if len(unknown) > 4 else "")
-        text = f"the initial values of {shown} are not here, so it is not known whether they follow the width and need a factor"
+        text = f"the values of {shown} are not loaded here, so it is not known whether they follow the width and need a factor"
         yield Note("kept", text, is_caution=False)
     if unclear:
         yield Note(
@@ -144,8 +144,8 @@ def _about(unknown: list[str], unclear: list[str]) -> Iterator[Note]:
 
 
 def all_zero(model: nn.Module, roles: Mapping[str, ParamRole]) -> set[str]:
-    """The weight matrices that the model set to zero on purpose. Zeros from torch.empty or torch.zeros that were never written
-    again do not count: they wait for an init."""
+    """The weight matrices that the model set to zero on purpose. Zeros that were allocated by torch.empty or torch.zeros and
+    never written again do not count, since they wait for an init."""
     parameters = dict(model.named_parameters())
     known = {name: parameters[name].detach() for name in roles if not _is_elsewhere(parameters[name])}
     # The first entries almost always decide, and are cheap to read.
@@ -207,12 +207,12 @@ def _is_uniform(value: Tensor, bound: float) -> bool:
 
 
 def _by_size(value: Tensor, base: Tensor, widths: set[float]) -> float | None:
-    """The power of a width multiplier that turns the rms of the values into the base's; 1 if they agree, None if no power
+    """The power of a width multiplier that gives the values the rms of the base's values; 1 if both are equal, None if no power
     fits."""
-    sizes = [float(each.square().mean().sqrt()) for each in (value, base)]
+    sizes = [float(values.square().mean().sqrt()) for values in (value, base)]
     if min(sizes) == 0 or not all(map(math.isfinite, sizes)):
         return None if max(sizes) > 0 else 1.0
-    error = _SIGMAS * math.hypot(*(_relative_error(each) for each in (value, base)))
+    error = _SIGMAS * math.hypot(*(_relative_error(values) for values in (value, base)))
     wanted = sizes[1] / sizes[0]
     if abs(math.log(wanted)) <= max(error, math.log(1.1)):
         return 1.0
@@ -221,6 +221,6 @@ def _by_size(value: Tensor, base: Tensor, widths: set[float]) -> float | None:
 
 
 def _relative_error(value: Tensor) -> float:
-    """The relative standard error of an rms."""
+    """The relative standard error of the rms of some values."""
     squares = value.square()
     return float(squares.std() / (2 * squares.mean() * math.sqrt(value.numel())))

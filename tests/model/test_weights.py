@@ -11,6 +11,7 @@ from smupar.execute.stacked import Hyperparameters, Stack
 from smupar.model.csr import compress_export, compress_state, expand_export, expand_state, row_index
 from smupar.model.stacked_weight import StackedWeight
 from smupar.model.weights import CompressedWeight, DenseWeight, hidden_weights, weight_of
+from tests.models import Conv1D
 
 NAME = "1.weight"
 
@@ -124,6 +125,21 @@ def test_state_of_the_other_layout_is_known_and_converted(kept):
     assert not any(weight.is_foreign(shape) for weight in (masked, compressed) for shape in ((), (1,), (7,)))
     assert not masked.is_foreign(matrix.shape)
     assert not compressed.is_foreign(values.shape)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear, Conv1D])
+def test_gradient_of_the_input_is_the_same_dense_and_compressed(layer):
+    def make(width):
+        sizes = (2 * width, width) if layer is Conv1D else (width, 2 * width)  # Conv1D takes (out, in)
+        return nn.Sequential(nn.Linear(4, width), layer(*sizes), nn.Linear(2 * width, 2))
+
+    torch.manual_seed(0)
+    model = make(8)
+    plan = smupar.parameterize(model, base=make(4), density=0.25, reset=False)
+    x, output_grad, in_dim = torch.randn(5, 8), torch.randn(5, 16), plan[NAME].in_dims[0]
+    dense = weight_of(model, NAME).input_gradient(x, output_grad, in_dim=in_dim)
+    smupar.sparsify_storage(model, plan, backend="csr")
+    torch.testing.assert_close(weight_of(model, NAME).input_gradient(x, output_grad, in_dim=in_dim), dense)
 
 
 def test_a_weight_without_a_mask_says_so():

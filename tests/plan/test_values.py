@@ -87,7 +87,7 @@ def test_plan_on_meta_knows_the_biases_that_torch_draws():
     plan = smupar.make_plan(on_meta(Rewritten, 256), base=on_meta(Rewritten, 64))
     assert {name: plan[name].kept_factor for name in FACTORS} == FACTORS | {"hidden.bias": 1}
     (note,) = (note for note in plan.notes if note.kind == "kept")
-    assert "the initial values of 'hidden.bias' are not here" in str(note)
+    assert "the values of 'hidden.bias' are not loaded here" in str(note)
 
 
 class Positions(nn.Module):

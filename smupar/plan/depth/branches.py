@@ -40,7 +40,7 @@ def branch_factors(
     """(module path, factor on its output) for every module that ends a residual branch, in lists of layers that are longer than
     in the base. ``branches`` are the user's globs; without them the example's forward pass shows the branches."""
     paths = [path for path, _ in model.named_modules() if path]
-    chosen = {path for glob in branches or () for path in match_globs({glob: True}, paths, what="branches", among="modules")}
+    chosen = {path for glob in branches or () for path in match_globs({glob: True}, paths, setting="branches", among="modules")}
     if not depth.lists or rule.alpha is None:
         return ()
     shallower = [path for path, multiplier in depth.lists.items() if multiplier < 1]

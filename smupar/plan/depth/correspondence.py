@@ -51,9 +51,9 @@ def _prefixes(path: str) -> list[str]:
     return [".".join(parts[: length + 1]) for length in range(len(parts))]
 
 
-def correspond(model: nn.Module, base: nn.Module, what: str = "base") -> Correspondence:
+def correspond(model: nn.Module, base: nn.Module, base_name: str = "base") -> Correspondence:
     """Finds the layer of ``base`` for each layer of ``model``. Raises if a block has no counterpart of its kind.
-    ``parameters.view_parameters`` refuses all other differences. ``what`` names the base in errors."""
+    ``parameters.view_parameters`` refuses all other differences. Errors call the base ``base_name``."""
     lists: dict[str, Fraction] = {}
     blocks: dict[str, Fraction] = {}
     base_blocks: set[str] = set()
@@ -66,7 +66,7 @@ def correspond(model: nn.Module, base: nn.Module, what: str = "base") -> Corresp
         base_layers = dict(base.get_submodule(base_path).named_children())
         pairs = {name: name for name in layers if name in base_layers}
         if _differ_in_depth(layers, base_layers):
-            pairs = _by_kind(layers, base_layers, path, what)
+            pairs = _by_kind(layers, base_layers, path, base_name)
             lists[path] = Fraction(len(_blocks(layers)), len(_blocks(base_layers)))
             blocks |= {_joined(path, name): lists[path] for name in _blocks(layers)}
             base_blocks |= {_joined(base_path, name) for name in _blocks(base_layers)}
@@ -94,23 +94,25 @@ def _differ_in_depth(layers: Mapping[str, nn.Module], base_layers: Mapping[str, 
     return are_lists and all(counts) and counts[0] != counts[1]
 
 
-def _by_kind(layers: Mapping[str, nn.Module], base_layers: Mapping[str, nn.Module], path: str, what: str) -> dict[str, str]:
+def _by_kind(
+    layers: Mapping[str, nn.Module], base_layers: Mapping[str, nn.Module], path: str, base_name: str
+) -> dict[str, str]:
     """Maps each layer to a layer of the base: of the same kind, and at the same relative position among the layers of this
     kind. Layers without parts are mapped only if both lists have equally many of the kind."""
     kinds, base_kinds = _kinds(layers), _kinds(base_layers)
     for kind, names in base_kinds.items():
         refuse(
             kind not in kinds and names[0] in _blocks(base_layers),
-            f"{_joined(path, names[0])} of {what} is a {kind[0]}, and no layer of the model's {path or 'list'!r} has its class "
-            "and its parameters: build both with the same kinds of layers",
+            f"{_joined(path, names[0])} of {base_name} is a {kind[0]}, and no layer of the model's {path or 'list'!r} has "
+            "its class and its parameters: build both with the same kinds of layers",
         )
     order = [kind for kind, names in kinds.items() if names[0] in _blocks(layers)]
     base_order = [kind for kind in base_kinds if kind in order]
     for kind, other in zip(order, base_order, strict=False):
         refuse(
             len(order) == len(base_order) and kind != other,
-            f"in {path or 'the list'!r} the model has a {kind[0]} where {what} has a {other[0]}: build {what} with its kinds "
-            "of layers in the same order",
+            f"in {path or 'the list'!r} the model has a {kind[0]} where {base_name} has a {other[0]}: build {base_name} with "
+            "its kinds of layers in the same order",
         )
     pairs: dict[str, str] = {}
     for kind, names in kinds.items():
@@ -118,8 +120,8 @@ def _by_kind(layers: Mapping[str, nn.Module], base_layers: Mapping[str, nn.Modul
         is_block = names[0] in _blocks(layers)
         refuse(
             is_block and not same,
-            f"{_joined(path, names[0])} is a {kind[0]}, and no layer of {path or 'the list'!r} in {what} has its class and its "
-            f"parameters: build {what} with at least one layer of every kind",
+            f"{_joined(path, names[0])} is a {kind[0]}, and no layer of {path or 'the list'!r} in {base_name} has its class "
+            f"and its parameters: build {base_name} with at least one layer of every kind",
         )
         if is_block or len(same) == len(names):
             pairs |= {name: same[number * len(same) // len(names)] for number, name in enumerate(names)}

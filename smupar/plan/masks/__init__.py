@@ -2,5 +2,5 @@
 
 allocations  divides one density among layers
 patterns     how many weights of a tensor are kept, and which
-sparsity     the density of every weight, from all that the user gave
+sparsity     the density of every weight, from all settings together
 """

@@ -1,4 +1,4 @@
-"""Divides one density among layers: the same for all, or by shape (ER, ERK)."""
+"""Divides one density among layers: equally, or by their shapes (ER, ERK)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from smupar.plan.roles.parameters import Shape
 from smupar.plan.settings import match_globs, refuse
 
 
-def as_density(value: float | Fraction, what: str = "density") -> Fraction:
+def as_density(value: float | Fraction, setting: str = "density") -> Fraction:
     """The exact fraction that a user means by a float such as 1 / 3. Raises if it does not lie in (0, 1]."""
     refuse(
         isinstance(value, bool) or not isinstance(value, Real) or not 0 < value <= 1,
-        f"{what} must lie in (0, 1], got {value!r}: it is the share of kept weights, 1 - sparsity",
+        f"{setting} must lie in (0, 1], got {value!r}: it is the share of kept weights, 1 - sparsity",
     )
     exact = value if isinstance(value, Fraction) else Fraction(float(value))
     return exact.limit_denominator(10**9) or exact
@@ -70,7 +70,7 @@ def er(density: float) -> Allocation:
 
 
 def erk(density: float) -> Allocation:
-    """Erdos-Renyi-Kernel: like :func:`er`, with the kernel of a convolution counted as well."""
+    """Erdos-Renyi-Kernel: like :func:`er`, but with all dimensions of a convolution's weight in both sum and product."""
     return Allocation(density, "erk")
 
 
@@ -83,8 +83,8 @@ def allocate(density: float | Mapping[str, float] | Allocation, shapes: Mapping[
         named = match_globs(
             exact,
             shapes,
-            what="density",
-            among="hidden weights (only those, and routers that a glob names alone, are made sparse)",
+            setting="density",
+            among="hidden weights (only hidden weights are made sparse, and routers that have a glob of their own)",
         )
         return {name: named.get(name, Fraction(1)) for name in shapes}
     return uniform(density).densities(shapes)

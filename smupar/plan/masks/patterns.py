@@ -1,8 +1,8 @@
 """Patterns of masks: how many weights of a tensor are kept at a density, and which. ``allocations`` decides the densities.
 
 A mask is a bool tensor, True where the weight is kept. It is a pure function of (seed, parameter name), drawn on the CPU and
-never from the global random state. So it is the same on every device, rank and run. Counts are known without drawing a mask, so
-plans can be made for models on the meta device.
+never from the global random state. So it is the same on every device, rank and run. Counts are known without drawing a mask
+(only Bernoulli masks have random counts), so plans can be made for models on the meta device.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PATTERNS = '"random" | "bernoulli" | "fan_in" | "2:4" (any N:M) | "2:4-transposa
 
 @dataclass(frozen=True)
 class Pattern:
-    """Keeps an exact number of uniformly chosen weights. The other patterns override ``count`` and ``draw``."""
+    """Keeps an exact number of uniformly chosen weights. Other patterns override its methods."""
 
     name: str = "random"
     # Whether whole neurons are removed, which changes the widths and leaves a dense network.
@@ -173,8 +173,8 @@ class Neuron(Pattern):
     """Removes whole neurons, so that the network becomes a narrower dense one.
 
     A neuron is an index along a dimension that follows the width. All tensors share one set of live indices, which repeats with
-    a period, the greatest common divisor of all these dimensions. So the layer that makes a neuron, its bias and all its
-    readers agree, even in fused, gated and grouped layers.
+    a period, the greatest common divisor of all these dimensions. So the layer that writes a neuron, its bias, and all layers
+    that read the neuron agree, even if layers are fused, gated or grouped.
     """
 
     whole_neurons = True
@@ -192,8 +192,7 @@ class Neuron(Pattern):
 
 
 def num_live_neurons(period: int, density: Fraction) -> int:
-    """The number of live neurons in each period. Raises ValueError if their share differs from the density by more than 10
-    %."""
+    """The number of live neurons in each period. Raises ValueError if their share is more than 10 % away from the density."""
     num_live = round_half_up(density * period)
     refuse(num_live == 0, f"density {float(density):g} leaves none of {period} neurons; raise it")
     near = Fraction(9, 10) * density <= Fraction(num_live, period) <= Fraction(11, 10) * density

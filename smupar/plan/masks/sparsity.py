@@ -26,12 +26,12 @@ DensitySetting = float | Mapping[str, float] | Allocation
 
 @dataclass(frozen=True)
 class Sparsity:
-    """The kept share of each parameter, as exact fractions."""
+    """The density of each parameter, as an exact fraction."""
 
     pattern: Pattern
     given: Mapping[str, Tensor]  # the user's own masks
-    densities: Mapping[str, Fraction]  # the kept share of each parameter that gets a mask
-    base_densities: Mapping[str, Fraction]  # base densities of hidden weights
+    densities: Mapping[str, Fraction]  # of each parameter that gets a mask
+    base_densities: Mapping[str, Fraction]  # of the base's hidden weights
     live_neurons: tuple[int, int] = (1, 1)  # (live neurons in each period, period)
 
     @property
@@ -54,7 +54,7 @@ class Sparsity:
         return "given" if role.name in self.given else self.pattern.name
 
     def multipliers(self, role: ParamRole) -> tuple[Fraction, Fraction, Fraction]:
-        """m_in, m_out and m_rho. Removed neurons change the width, so the density counts among live neurons only."""
+        """m_in, m_out and m_rho. Removed neurons count as a smaller width, so m_rho is the density among the live neurons."""
         reads = any(dim in role.scaling for dim in role.in_dims)
         writes = any(dim not in role.in_dims for dim in role.scaling)
         width_in = role.width_in * (self.live if reads else 1)
@@ -73,7 +73,7 @@ class Sparsity:
     def _base_density(self, role: ParamRole) -> Fraction:
         """The base density, rounded to a whole number of this tensor's weights, so that rho = rho_base gives exactly muP."""
         base = self.base_densities.get(role.name, Fraction(1))  # routers are dense in the base
-        if base == 1 or not self.pattern.takes_any_density:  # N:M patterns have no mask at other densities to round to
+        if base == 1 or not self.pattern.takes_any_density:  # an N:M pattern has no masks of other densities
             return base
         pattern = Pattern() if role.name in self.given else self.pattern
         count = pattern.count(role.shape, role.in_dims, base)
@@ -83,7 +83,7 @@ class Sparsity:
         return base if count is None else Fraction(count, math.prod(role.shape))
 
 
-def make_sparse(
+def decide_sparsity(
     model: nn.Module,
     roles: list[ParamRole],
     pattern: Pattern,
@@ -91,8 +91,11 @@ def make_sparse(
     base: Allocation,
     masks: Mapping[str, Tensor],
 ) -> Sparsity:
-    """Decides the density of every weight. Hidden weights get ``density``; in the base they had ``base``. Routers stay dense,
-    unless a mask or a glob of ``density`` names them; a glob names routers if it matches no hidden weight."""
+    """Decides the density of every weight.
+
+    Hidden weights get ``density``; the same weights of the base have the densities ``base``. Routers stay dense, unless a mask
+    or a glob of ``density`` names them. A glob names routers only if it matches no hidden weight.
+    """
     hidden = {role.name: role for role in roles if role.role == "hidden"}
     base_densities = base.densities({name: role.shape for name, role in hidden.items()})
     given = _given_masks(model, roles, masks)
@@ -184,8 +187,8 @@ def _without_neurons(
 
 
 def _refuse_flattened(model: nn.Module, roles: list[ParamRole]) -> None:
-    """Refuses a layer that reads a flattened image: several of its inputs come from one channel, and shapes do not show
-    which."""
+    """Refuses a layer that reads a flattened image. Several of its inputs come from one channel, and shapes do not show which
+    inputs these are."""
     modules = dict(model.named_modules(remove_duplicate=False))
     channels: set[int] = set()  # written by convolutions
     features: set[int] = set()  # written by linear layers

@@ -1,5 +1,7 @@
-"""Collects what an example shows about the roles of parameters. A forward pass at base width shows how each parameter is used,
-and a pass at another width which sizes of activations follow the width.
+"""Collects what an example shows about the roles of parameters.
+
+A forward pass at base width shows how each parameter is used. A second pass, at another width, shows which sizes of activations
+follow the width.
 """
 
 from __future__ import annotations
@@ -23,26 +25,26 @@ from smupar.plan.settings import layer_glob
 
 @dataclass(frozen=True)
 class Evidence:
-    """What an example showed. ``notes`` belong to the whole plan, ``about`` to single parameters."""
+    """What an example showed. ``notes`` are about the whole plan, and ``about`` maps parameters to their notes."""
 
     tensors: list[ParameterView]
     notes: list[Note] = field(default_factory=list)
     about: dict[str, Note] = field(default_factory=dict)
-    usage: Usage | None = None  # its modules' paths are those of base
+    usage: Usage | None = None  # parameters have the model's names, but module paths are the base's
     is_given: bool = True  # whether the user passed an example
-    in_sums: frozenset[tuple[str, float]] = frozenset()  # (path, number) of numbers that multiply only sums over the width
+    in_sums: frozenset[tuple[str, float]] = frozenset()  # (module path, number) that multiplies only sums over the width
 
 
 def look(
     tensors: list[ParameterView], model: nn.Module, base: nn.Module, delta: nn.Module | None, example: Example | None
 ) -> Evidence:
-    """Adds to each parameter of the model how the base's forward pass on the example uses it."""
+    """Runs the base on the example, and adds to each parameter of the model how the pass uses it."""
     if example is None:
         return Evidence(tensors, is_given=False)
     if not any(tensor.scaling for tensor in tensors):
         text = "the example was not used: model and base are equally wide. Pass delta=, the same model at any other width"
         return Evidence(tensors, [Note("example", text)])
-    names = correspond(model, base).names  # names of the base's parameters, which differ if the model is deeper
+    names = correspond(model, base).names  # parameter of the model -> of the base; names differ if the model is deeper
     scaling = dict.fromkeys((name for name, _ in base.named_parameters()), ()) | {
         names[tensor.name]: tensor.scaling for tensor in tensors
     }
@@ -80,7 +82,7 @@ def _with_evidence(tensor: ParameterView, usage: Usage) -> ParameterView:
 
 
 def _seen(tensor: ParameterView, use: Use) -> Seen | None:
-    """The uses of one parameter in short; None if it was not used."""
+    """Sums up the uses of one parameter; None if the pass did not use it."""
     if tensor.layer.is_lookup and tensor.layout == "matrix":
         return Seen("lookup") if use != Use() else None
     if use.products:
@@ -121,7 +123,8 @@ def _seen_product(tensor: ParameterView, use: Use) -> Seen:
 
 
 def _way(tensor: ParameterView, product: WeightProduct) -> tuple[Dims, Dims]:
-    """The scaling dimensions that a product reads and writes. A dimension that has size 1 in the base leaves no trace."""
+    """The scaling dimensions that a product reads and writes, without dimensions of size 1 in the base, whose use is not
+    seen."""
     followed = [dim for dim in tensor.scaling if tensor.base_shape[dim] > 1]
     ins, outs = (tuple(dim for dim in dims if dim in followed) for dims in (product.in_dims, product.out_dims))
     return ins, outs
@@ -133,8 +136,8 @@ def _is_same_either_way(tensor: ParameterView) -> bool:
 
 
 def _from_siblings(tensors: list[ParameterView]) -> list[ParameterView]:
-    """Copies what was seen to parameters that the pass did not use, such as experts that no token chose, from the same
-    parameter in other blocks."""
+    """Fills in parameters that the pass did not use, such as those of experts that no token chose, with what was seen of the
+    same parameter in another block."""
     examples = {_kin(tensor): tensor for tensor in tensors if tensor.seen is not None}
     return [
         replace(tensor, seen=kin.seen, layout=kin.layout, in_dims=kin.in_dims, out_dims=kin.out_dims)
@@ -149,7 +152,7 @@ def _kin(tensor: ParameterView) -> tuple[str, Dims, Dims, str]:
 
 
 def _about_the_pass(tensors: list[ParameterView], usage: Usage) -> Iterator[Note]:
-    """Notes about parameters that the pass did not use, and about vectors that it sums over."""
+    """Notes on parameters that the pass did not use or could not follow, and on vectors that it sums over."""
     matrices = [tensor for tensor in tensors if tensor.scaling and sum(size > 1 for size in tensor.shape) > 1]
     unused = [tensor.name for tensor in matrices if tensor.seen is None]
     if unused:
@@ -161,8 +164,8 @@ def _about_the_pass(tensors: list[ParameterView], usage: Usage) -> Iterator[Note
     if lost and blind:
         yield Note(
             "lost",
-            f"what {lost[0]!r} writes was lost from sight, and {blind[0]!r} reads something that comes from nowhere: an "
-            "operation that is not torch's may lie between them. Say with roles= what the weights around it are",
+            f"smupar cannot follow the output of {lost[0]!r}, nor say where the input of {blind[0]!r} comes from: an operation "
+            "that is not torch's may lie between them. Say with roles= what the weights around it are",
         )
     for tensor in tensors:
         if len(tensor.shape) == 1 and tensor.scaling and any(product.in_dims for product in usage.uses[tensor.name].products):
@@ -179,25 +182,28 @@ def _about_the_pass(tensors: list[ParameterView], usage: Usage) -> Iterator[Note
 def without_scores(
     model: nn.Module, usage: Usage | None, paths: Mapping[str, str], scaling: Collection[str]
 ) -> tuple[str, ...]:
-    """Paths of the modules that look like attention, and in which an example shows that nothing is multiplied with each other,
-    as in RWKV, or only vectors of length 1, as in Swin 2.
+    """Paths of the modules that are named like attention but need no attention scale. In the example they multiply no two
+    activations, as in RWKV, or only vectors of length 1, as in Swin 2.
 
-    All that their weights write must reach other weights or the output, so that no operation that cannot be watched hides a
-    product. ``paths`` maps modules to base's, whose paths ``usage`` has; ``scaling`` holds the names of parameters that scale.
+    An operation that cannot be watched might hide such a product. So a module counts only if the outputs of all its weights
+    were followed, to other weights or to the model's output.
+
+    paths    module path of the model -> of the base; ``usage`` has the paths of the base
+    scaling  names of the parameters that scale
     """
     if usage is None:
         return ()
     products = {event.path for event in usage.events if event.kind == "dot" and not event.is_normalised}
-    found = []
+    unscored = []
     for attention in find_attentions(model):
         path = paths.get(attention.path, attention.path)
         named = attention.module.named_parameters(prefix=attention.path)
         uses = [usage.uses[name] for name, parameter in named if name in scaling and sum(n > 1 for n in parameter.shape) > 1]
         followed = [use.is_inside or use.reaches_output for use in uses if use.products]
-        near = any(is_inside(at, path) or is_inside(path, at) for at in products)
+        near = any(is_inside(place, path) or is_inside(path, place) for place in products)
         if followed and all(followed) and len(followed) == len(uses) and not near:
-            found.append(attention.path)
-    return tuple(found)
+            unscored.append(attention.path)
+    return tuple(unscored)
 
 
 # Which sizes follow the width
@@ -226,7 +232,7 @@ class _Pair:
 def _wider(
     usage: Usage, base: nn.Module, other: nn.Module, example: Example, scaling: Mapping[str, Dims], reads: Mapping[str, Dims]
 ) -> tuple[Usage | None, Note | None]:
-    """What a pass at another width shows, if its events match those of the base's pass one by one; otherwise None, and a
+    """The record of a pass at another width. If its events do not match those of the base's pass one by one: None, and a
     note."""
     if correspond(other, base).lists:
         text = "model and base differ in depth, so concatenations and dot products over the width were not looked for"
@@ -247,7 +253,7 @@ def _wider(
 
 
 def _dots(usage: Usage, pairs: list[_Pair]) -> set[int]:
-    """The dot products over the width, outside of attention."""
+    """The numbers of the events that are dot products over the width, outside of attention."""
     return {
         number
         for number, pair in enumerate(pairs)
@@ -256,9 +262,10 @@ def _dots(usage: Usage, pairs: list[_Pair]) -> set[int]:
 
 
 def _in_sums(usage: Usage, dots: set[int]) -> frozenset[tuple[str, float]]:
-    every = {(number.path, number.value) for number in usage.numbers}
-    others = {(each.path, each.value) for each in usage.numbers if each.is_elsewhere or not each.dots or not each.dots <= dots}
-    return frozenset(every - others)
+    """(module path, number) of each number that multiplies only dot products over the width."""
+    numbers = {(number.path, number.value) for number in usage.numbers}
+    others = (number for number in usage.numbers if number.is_elsewhere or not number.dots or not number.dots <= dots)
+    return frozenset(numbers - {(number.path, number.value) for number in others})
 
 
 def _about_dots(usage: Usage, dots: set[int]) -> Iterator[Note]:
@@ -276,7 +283,7 @@ def _about_dots(usage: Usage, dots: set[int]) -> Iterator[Note]:
 def _partly_scaling(
     tensors: list[ParameterView], usage: Usage, pairs: list[_Pair], names: Mapping[str, str]
 ) -> dict[str, Note]:
-    """Notes about weights that read or write a concatenation if only a part of it follows the width."""
+    """Notes on weights that read or write a concatenation of which only some parts follow the width."""
     notes = {}
     for tensor in tensors:
         if tensor.seen is None or tensor.seen.how != "product":
@@ -292,7 +299,7 @@ def _partly_scaling(
 
 
 def _is_mixed(pair: _Pair, ratio: Fraction) -> bool:
-    """Whether a concatenation has parts that grow differently, and grows as a whole by ``ratio``."""
+    """Whether a concatenation grows by ``ratio`` as a whole, while its parts grow by different ratios."""
     return len(pair.ratios) > 1 and Fraction(sum(pair.other.sizes), max(sum(pair.base.sizes), 1)) == ratio
 
 
@@ -303,12 +310,12 @@ NORMED_OUTPUT = Note(
 )
 PART_READ = Note(
     "reads in part",
-    "reading a concatenation whose parts do not all follow the width: one m_in stands for all parts, so the numbers are too "
+    "reading a concatenation whose parts do not all follow the width. One m_in is used for all parts, so the numbers are too "
     "small for the fixed part. A layer for each part would be exact",
 )
 PART_WRITTEN = Note(
     "writes in part",
-    "writing several outputs at once, which do not all follow the width: one m_out stands for all, which matters only for "
+    "writing several outputs at once, which do not all follow the width. One m_out is used for all, which matters only for "
     "SGD's learning rate",
     is_caution=False,
 )

@@ -26,7 +26,7 @@ from smupar.rules import ROLES
 
 GUESSED = Note(
     "guessed",
-    "taken as hidden, and made sparse, because the output size is a multiple of a size that layers read. A readout would look "
+    "taken as hidden, and made sparse, because the output size is a multiple of a size that layers read. A readout can look "
     "the same: pass delta=, the same model at any other width, to be sure",
 )
 FROZEN = Note("frozen", "frozen, so the model's values stay: give its role in roles= to initialise it anyway", False)
@@ -36,14 +36,14 @@ ORIGINAL = Note(
 )
 MAY_READ_IN_PART = Note(
     "reads in part",
-    "reading a size that grows unlike any layer's output. If it is a concatenation whose parts do not all follow the width, "
-    "one m_in stands for all parts: pass example= to be sure",
+    "reading a size that grows unlike any layer's output. It may be a concatenation whose parts do not all follow the width, "
+    "but one m_in is used for all parts: pass example= to be sure",
     is_caution=False,
 )
 MAY_WRITE_IN_PART = Note(
     "writes in part",
-    "writing a size that grows unlike any layer's input. If it is several outputs that do not all follow the width, one m_out "
-    "stands for all, which matters only for SGD's learning rate",
+    "writing a size that grows unlike any layer's input. It may be several outputs that do not all follow the width, but one "
+    "m_out is used for all, which matters only for SGD's learning rate",
     is_caution=False,
 )
 
@@ -72,10 +72,10 @@ def infer_roles(
     roles: Mapping[str, RoleSetting] | None = None,
     example: Example | None = None,
 ) -> tuple[list[ParamRole], Evidence]:
-    """The role of every parameter, in the model's order, and what the example showed. If roles cannot be inferred, raises
-    ValueError with a ``roles={...}`` line to paste."""
+    """The role of every parameter, in the model's order, and what the example showed. Raises ValueError if roles cannot be
+    inferred, with a ``roles={...}`` line to paste."""
     evidence = look(view_parameters(model, base, delta), model, base, delta, example)
-    asked = match_globs(roles or {}, [tensor.name for tensor in evidence.tensors], what="roles", among="parameters")
+    asked = match_globs(roles or {}, [tensor.name for tensor in evidence.tensors], setting="roles", among="parameters")
     for tensor in evidence.tensors:
         if tensor.name in asked:
             _check_setting(tensor, asked[tensor.name])
@@ -85,11 +85,11 @@ def infer_roles(
     if questions:
         raise ValueError(_question(neighbours, questions, evidence))
     about = evidence.about if evidence.usage else _may_scale_in_part(neighbours)
-    found = [
+    inferred = [
         _as_asked(tensor, asked[tensor.name]) if tensor.name in asked else _as_decided(tensor, case, neighbours)
         for tensor, case in decided
     ]
-    return [role if role.note else replace(role, note=about.get(role.name)) for role in found], evidence
+    return [role if role.note else replace(role, note=about.get(role.name)) for role in inferred], evidence
 
 
 def _may_scale_in_part(neighbours: Neighbours) -> dict[str, Note]:
@@ -102,8 +102,8 @@ def _check_setting(tensor: ParameterView, setting: RoleSetting) -> None:
     names_dims = all(
         isinstance(dim, int) and not isinstance(dim, bool) and 0 <= dim < len(tensor.shape) for dim in in_dims or ()
     )
-    some_left = in_dims is None or 0 < len(set(in_dims)) == len(in_dims) < len(tensor.shape)
-    fits = in_dims is None or (role == "hidden" and names_dims and some_left)
+    has_outputs = in_dims is None or 0 < len(set(in_dims)) == len(in_dims) < len(tensor.shape)
+    fits = in_dims is None or (role == "hidden" and names_dims and has_outputs)
     refuse(
         role not in ROLES or not fits,
         f"roles: {tensor.name!r} of shape {tensor.shape} got {setting!r}; use one of {', '.join(ROLES)}, or "
@@ -150,8 +150,8 @@ def _question(neighbours: Neighbours, questions: list[tuple[ParameterView, Case]
         "to show which dimensions scale."
     )
     example = (
-        "\nOr pass example=, a batch for the model (a tensor, a tuple of arguments, or a dict of keyword arguments): a look at "
-        "its forward pass shows which weights read the input, which make the output, and over what they sum."
+        "\nOr pass example=, a batch for the model (a tensor, a tuple of arguments, or a dict of keyword arguments). Its "
+        "forward pass shows which weights read the input, which make the output, and over which dimensions they sum."
     )
     failed = "".join(f"\n{note}" for note in evidence.notes if note.kind == "example")
     return (
@@ -165,25 +165,25 @@ def _question(neighbours: Neighbours, questions: list[tuple[ParameterView, Case]
     )
 
 
-# Building the answer
+# From an answer or a decision to a role
 
 
 def _as_asked(tensor: ParameterView, setting: RoleSetting) -> ParamRole:
     role, in_dims = _parsed(setting)
     if role in ("vector", "fixed"):
         return _param_role(tensor, role)
-    knows = tensor.layout in ("matrix", "seen")
-    if in_dims is not None and (not knows or set(in_dims) != set(tensor.in_dims[: len(in_dims)])):
+    is_known = tensor.layout in ("matrix", "seen")
+    if in_dims is not None and (not is_known or set(in_dims) != set(tensor.in_dims[: len(in_dims)])):
         others = [dim for dim in range(len(tensor.shape)) if dim not in in_dims]
         outs = [dim for dim in others if dim in tensor.scaling] or others
         tensor = replace(tensor, in_dims=in_dims, out_dims=(outs[-1],))
-    elif not knows:
+    elif not is_known:
         tensor = _read_or_written(tensor, role)
     return _param_role(tensor, role)
 
 
 def _read_or_written(tensor: ParameterView, role: str) -> ParameterView:
-    """Gives an unknown tensor its dimensions: all scaling ones are written (embedding), or all are read."""
+    """Gives an unknown tensor its dimensions. An embedding writes its scaling dimensions, and any other role reads them."""
     dims = tensor.scaling or (len(tensor.shape) - 1,)
     ins, outs = ((), dims[-1:]) if role == "embedding" else (dims, ())
     return replace(tensor, in_dims=ins, out_dims=outs)
@@ -194,7 +194,8 @@ def _as_decided(tensor: ParameterView, case: Case, neighbours: Neighbours) -> Pa
         return _param_role(replace(tensor, in_dims=(1,), out_dims=(0,)), "hidden", Note("square", case.reason))
     if case.role == "embedding" and tensor.layout == "raw":
         tensor = _read_or_written(tensor, "embedding")
-    # A frozen table has its values on purpose (sines, pretrained vectors), while a frozen matrix inside may be trained later.
+    # A frozen embedding or readout has its values on purpose (sines, pretrained vectors). A frozen matrix inside the network
+    # may be trained later.
     if tensor.frozen and case.role in ("embedding", "hidden", "unembedding", "router"):
         return _param_role(tensor, case.role, FROZEN_HIDDEN if case.role in ("hidden", "router") else FROZEN)
     return _param_role(tensor, case.role, GUESSED if case.role == "hidden" and neighbours.is_guess(tensor) else None)
@@ -221,13 +222,13 @@ def _param_role(tensor: ParameterView, role: str, note: Note | None = None) -> P
 
 
 def _uses(tensor: ParameterView, role: str) -> tuple[tuple[str, str], ...]:
-    """(module path, role) of each module that can get a forward factor for this weight alone."""
+    """(module path, role) of each module whose forward factor would scale this weight and no other."""
     if role not in ("embedding", "unembedding") or tensor.layout != "matrix" or not tensor.layer.takes_factor:
         return ()
     tied = [(path, kind_of(module)) for path, module in tensor.tied]
     # A linear layer that is tied to a lookup table multiplies by the table's transpose, so it makes the logits.
-    backwards = "unembedding" if tensor.layer.is_lookup else role
+    transposed = "unembedding" if tensor.layer.is_lookup else role
     return (
         (tensor.path, role),
-        *((path, role if kind.is_lookup else backwards) for path, kind in tied if kind.is_linear),
+        *((path, role if kind.is_lookup else transposed) for path, kind in tied if kind.is_linear),
     )

@@ -1,6 +1,7 @@
 """Relations between the parameters of a model: which come first and last, and which sizes layers read and write.
 
-If model and base are equally wide, shapes do not show which dimensions scale. They are then inferred from sizes that are equal.
+If model and base are equally wide, shapes do not show which dimensions scale. These dimensions are then inferred: a size that
+one layer writes and another reads is taken as a width.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ RoleSetting = str | tuple[str, int | tuple[int, ...]]
 
 
 class Neighbours:
-    """The parameters of a model, and questions about the place of one among the others. ``asked`` holds the roles that the user
-    gave."""
+    """Answers questions about the place of a parameter among the other parameters of the model. ``asked`` holds the roles that
+    the user gave."""
 
     def __init__(self, tensors: list[ParameterView], asked: Mapping[str, RoleSetting]) -> None:
         self.asked = asked
@@ -34,7 +35,7 @@ class Neighbours:
         self.has_example = any(tensor.seen is not None for tensor in self.tensors)
         self.inputs = _input_layers(self.matrices)
         self.linear = [tensor for tensor in self.matrices if not tensor.layer.is_lookup]
-        # Weights that certainly read the data: tables that scale, and those that the user names.
+        # whether some weight certainly reads the data: a table that scales, or a weight that the user names an embedding
         self.has_input = (
             any(tensor.is_input and tensor.writes_scaling for tensor in self.matrices) or "embedding" in asked.values()
         )
@@ -56,14 +57,15 @@ class Neighbours:
         return tensor is self.matrices[-1]
 
     def is_normed(self, tensor: ParameterView) -> bool:
-        """Whether a norm of this weight's output size is registered after it, which may divide the size out."""
+        """Whether a norm over this weight's outputs is registered after it. Such a norm may remove the size of the outputs."""
         later = self.tensors[self.tensors.index(tensor) + 1 :]
         norms = [other for other in later if len(other.shape) == 1 and other.layer.by_element and not other.scaling]
         return any(other.shape == (tensor.written_size,) for other in norms)
 
     def is_bottleneck(self, tensor: ParameterView) -> bool:
         """Whether the fixed size that a weight reads or writes may be a bottleneck inside the network: one layer narrows to
-        this size and another widens from it. In a model without tables both may also be ends, as in an autoencoder."""
+        this size, and another widens from it. In a model that has no certain input, and one layer that narrows, that layer may
+        be the readout and the other the input."""
         inner = [other for other in self.linear if self.asked.get(other.name) not in ("embedding", "unembedding", "router")]
         narrow = [other for other in inner if other.reads_scaling and not other.writes_scaling and not other.is_output]
         wide = [other for other in inner if other.writes_scaling and not other.reads_scaling]
@@ -76,8 +78,8 @@ class Neighbours:
         return tensor.written_size in sizes
 
     def may_read_data(self, tensor: ParameterView) -> bool:
-        """Whether a weight of fixed input size seems to read the data: no layer inside the network writes this size, or a
-        lookup table does."""
+        """Whether a weight of fixed input size seems to read the data: either no layer inside the network writes this size, or
+        a lookup table writes it."""
         if tensor.layout != "matrix" or tensor.is_recurrent:
             return False
         size = tensor.read_size
@@ -88,8 +90,8 @@ class Neighbours:
         return any(tables) and all(other.reads_scaling for other in writers)
 
     def feeds_logits(self, tensor: ParameterView) -> bool:
-        """Whether the layer that makes the logits reads a fixed size that this weight writes and no layer of fixed input
-        does."""
+        """Whether the layer that makes the logits reads the fixed size that this weight writes. False if a layer of fixed input
+        writes this size too."""
         if tensor.layout != "matrix":
             return False
         size = tensor.written_size
@@ -101,12 +103,14 @@ class Neighbours:
         return bool(heads) and all(other.reads_scaling for other in writers)
 
     def is_beside_experts(self, tensor: ParameterView) -> bool:
-        """Whether the module of this matrix stands beside as many experts as its fixed dimension counts: a list of layers, or
-        tensors of three dimensions whose first one counts the experts."""
+        """Whether the module that contains this matrix also contains as many experts as the matrix has fixed outputs. Experts
+        are a list of layers, or tensors of three dimensions whose first dimension counts the experts."""
         inside = f"{parent_path(tensor.path)}." if "." in tensor.path else ""
-        own, sizes = f"{tensor.path}.", {size for dim, size in enumerate(tensor.shape) if dim not in tensor.scaling}
+        prefix, sizes = f"{tensor.path}.", {size for dim, size in enumerate(tensor.shape) if dim not in tensor.scaling}
         others = [
-            other for other in self.tensors if other.name.startswith(inside) and not other.name.startswith(own) and other.path
+            other
+            for other in self.tensors
+            if other.name.startswith(inside) and not other.name.startswith(prefix) and other.path
         ]
         stacks = {other.shape[0] for other in others if len(other.shape) > 2 and other.layout in ("raw", "seen")}
         lists: dict[str, set[str]] = {}
@@ -118,8 +122,8 @@ class Neighbours:
         return bool(sizes & (stacks | {len(numbers) for numbers in lists.values()} - {1}))
 
     def partly_scaling(self) -> tuple[set[str], set[str]]:
-        """Names of the weights that read, and of those that write, a size that grows like no other layer's. Such a size may be
-        a concatenation of scaling and fixed parts."""
+        """(names of weights that read a size that grows like no layer's output, names of weights that write a size that grows
+        like no layer's input). Such a size may be a concatenation of scaling and fixed parts."""
         if self.equal_widths or any(tensor.layout in ("raw", "seen") and tensor.scaling for tensor in self.tensors):
             return set(), set()
         read = {tensor.name: tensor.ratio(tensor.in_dims[:1]) for tensor in self.linear if tensor.reads_scaling}
@@ -137,12 +141,12 @@ class Neighbours:
 
 
 def _as_answered(tensor: ParameterView, setting: RoleSetting) -> tuple[set[int], set[int]]:
-    """Gives a tensor of an unknown module its input and output dimensions, if the user's role names the summed ones."""
+    """(input sizes, output sizes) of a tensor of an unknown module, if the user's role names its input dimensions."""
     if tensor.layout != "raw" or isinstance(setting, str):
         return set(), set()
     in_dims = setting[1] if isinstance(setting[1], tuple) else (setting[1],)
-    sizes = dict(enumerate(tensor.shape))
-    return {sizes[dim] for dim in in_dims}, {size for dim, size in sizes.items() if dim not in in_dims}
+    size_of_dim = dict(enumerate(tensor.shape))
+    return {size_of_dim[dim] for dim in in_dims}, {size for dim, size in size_of_dim.items() if dim not in in_dims}
 
 
 def _may_be_readout(tensor: ParameterView, setting: RoleSetting | None) -> bool:
@@ -187,7 +191,7 @@ class Sizes:
 
     @cached_property
     def is_guess(self) -> bool:
-        """Whether the matrix seems to write several outputs at once: qkv, gate and up, or the gates of an LSTM."""
+        """Whether the matrix seems to write several outputs at once, such as qkv, gate and up, or the gates of an LSTM."""
         is_multiple = any(self.tensor.written_size % size == 0 for size in self.read)
         return is_multiple and not self.writes and not self.is_last
 
@@ -205,16 +209,16 @@ class Sizes:
 def with_inferred_scaling(
     tensors: list[ParameterView], asked: Mapping[str, RoleSetting]
 ) -> tuple[list[ParameterView], dict[str, Sizes]]:
-    """The parameters with their inferred scaling dimensions, and the matrices that were inferred from sizes alone.
+    """The parameters with their inferred scaling dimensions, and the matrices whose dimensions were inferred from sizes alone.
 
-    An input size that some layer writes is internal, and so is an output size that some layer reads. If sizes are related but
-    not equal, the role is in doubt (``table.DOUBTS``).
+    An input dimension scales if some layer writes its size, and an output dimension if some layer reads its size. If sizes are
+    related but not equal, the role is in doubt (``table.DOUBTS``).
     """
     matrices = [tensor for tensor in tensors if tensor.layout == "matrix"]
     linear = [tensor for tensor in matrices if not tensor.layer.is_lookup]
     has_lookup = len(linear) < len(matrices)
     has_output = any(tensor.is_output or tensor.makes_logits for tensor in matrices)
-    first = linear[0] if linear and not has_lookup else None  # it reads the data, unless a lookup table does
+    first = linear[0] if linear and not has_lookup else None  # the first layer reads the data, unless a lookup table does
     last = linear[-1] if linear and not has_output else None
     read = {tensor.read_size for tensor in linear if tensor is not first}
     written = {tensor.written_size for tensor in matrices}
@@ -234,8 +238,8 @@ def with_inferred_scaling(
 
 
 def _matrix_scaling(tensor: ParameterView, setting: RoleSetting | None, sizes: Sizes | None) -> tuple[int, ...]:
-    """Sets the scaling dimensions of a matrix from its sizes or the user's role. Without either, the output of a lookup and the
-    input of the layer that makes the logits scale."""
+    """The scaling dimensions of a matrix, from its sizes or the user's role. Without either, a lookup scales in its output, and
+    the layer that makes the logits in its input."""
     ins, outs = tensor.in_dims[:1], tensor.out_dims
     if sizes is not None:
         dims = (ins if sizes.reads else ()) + (outs if sizes.writes_width else ())

@@ -1,5 +1,5 @@
-"""The parameters of model and base by name: their shapes at both widths, and what the owning module does with each
-dimension."""
+"""Views of the parameters of model and base: their shapes at both widths, and what the module that owns a parameter does with
+each of its dimensions."""
 
 from __future__ import annotations
 
@@ -56,8 +56,8 @@ class ParameterView:
     shape: Shape
     base_shape: Shape
     scaling: tuple[int, ...]  # dimensions whose size follows the width
-    # "matrix": the module's kind tells inputs from outputs; "seen": an example does; "vector": acts element by element;
-    # "raw": unknown
+    # "matrix": the module's kind says which dimensions are inputs and outputs; "seen": an example shows it; "vector": the
+    # parameter acts element by element; "raw": unknown
     layout: str
     in_dims: tuple[int, ...] = ()  # input dimensions, input channel first
     out_dims: tuple[int, ...] = ()
@@ -112,7 +112,7 @@ class ParameterView:
 
     def base_fan_in(self, in_dims: tuple[int, ...]) -> int:
         """The number of inputs of one output at base width, if ``in_dims`` are the input dimensions."""
-        # if GROUPED_DIM is an input dimension, it already counts one group's channels only
+        # If GROUPED_DIM is an input dimension, it already counts the channels of one group only.
         grouped = self.groups if GROUPED_DIM not in in_dims else 1
         return math.prod(self.base_shape[dim] for dim in in_dims) // grouped
 
@@ -133,15 +133,15 @@ def view_parameters(model: nn.Module, base: nn.Module, delta: nn.Module | None) 
     declared = {id(_embeddings(model, f"get_{end}_embeddings")): end for end in ("output", "input")}
     for module in model.modules():
         check_registered(module)
-    # All modules that hold each parameter, each listed once. The first name of a tied weight may be the head's, but below its
-    # lookup table is preferred as the parameter's module.
+    # The modules that hold each parameter, without repetition. The first name of a tied weight may be the head's, but the sort
+    # below makes its lookup table the parameter's module.
     holders: dict[str, dict[int, tuple[str, nn.Module, str]]] = defaultdict(dict)
     for alias, name in names.items():
         holder = _holder(modules, alias)
         holders[name].setdefault(id(holder[1]), holder)
     views = []
     for name, shape in shapes.items():
-        (path, module, leaf), *others = sorted(holders[name].values(), key=lambda holder: _how_unclear(holder[1]))
+        (path, module, leaf), *others = sorted(holders[name].values(), key=lambda holder: _rank_of_holder(holder[1]))
         scaling = tuple(dim for dim in range(len(shape)) if any(other[name][dim] != shape[dim] for other in other_shapes))
         layout, in_dims, out_dims = _layout(module, leaf, shape, scaling)
         views.append(
@@ -166,7 +166,7 @@ def view_parameters(model: nn.Module, base: nn.Module, delta: nn.Module | None) 
 
 
 def _refuse_without_parameters(model: nn.Module) -> None:
-    """Refuses models whose weights are no parameters any more."""
+    """Refuses models whose weights are not parameters."""
     refuse(
         isinstance(model, torch.jit.ScriptModule),
         f"the model is a {type(model).__name__}, which hides its modules: parameterize the model before it is scripted",
@@ -188,7 +188,7 @@ def _embeddings(model: nn.Module, getter: str) -> nn.Module | None:
     return module if isinstance(module, nn.Module) else None
 
 
-def _how_unclear(module: nn.Module) -> int:
+def _rank_of_holder(module: nn.Module) -> int:
     kind = kind_of(module)
     return 0 if kind.is_lookup else 1 if kind.is_linear else 2
 
@@ -202,11 +202,11 @@ def _holder(modules: dict[str, nn.Module], name: str) -> tuple[str, nn.Module, s
     return path, modules[path], leaf
 
 
-def _shapes(model: nn.Module, what: str) -> dict[str, Shape]:
+def _shapes(model: nn.Module, model_name: str) -> dict[str, Shape]:
     for name, parameter in model.named_parameters():
         refuse(
             isinstance(parameter, UninitializedParameter),
-            f"{name!r} of {what} has no shape yet (a lazy module): run one forward pass through {what} first",
+            f"{name!r} of {model_name} has no shape yet (a lazy module): run one forward pass through {model_name} first",
         )
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
@@ -218,39 +218,41 @@ def _names(model: nn.Module) -> dict[str, str]:
 
 
 def _shapes_like(
-    model: nn.Module, shapes: dict[str, Shape], names: dict[str, str], other: nn.Module, what: str
+    model: nn.Module, shapes: dict[str, Shape], names: dict[str, str], other: nn.Module, other_name: str
 ) -> dict[str, Shape]:
     """The parameter shapes of ``other``. Raises if it is not the same network at another width."""
     refuse(
         not (isinstance(model, type(other)) or isinstance(other, type(model))),
-        f"{what} is a {type(other).__name__}, the model a {type(model).__name__}: both must be of one class",
+        f"{other_name} is a {type(other).__name__}, the model a {type(model).__name__}: both must be of one class",
     )
-    other_names, other_shapes = _in_names_of(correspond(model, other, what), names, _names(other), _shapes(other, what))
+    other_names, other_shapes = _in_names_of(
+        correspond(model, other, other_name), names, _names(other), _shapes(other, other_name)
+    )
     if names.keys() == other_names.keys() and shapes.keys() != other_shapes.keys():
         name = min(shapes.keys() ^ other_shapes.keys())
         raise ValueError(
-            f"{name!r} is tied to another parameter in only one of model and {what}: build both alike. "
+            f"{name!r} is tied to another parameter in only one of model and {other_name}: build both alike. "
             "to_empty unties weights: tie them again after it."
         )
     if shapes.keys() != other_shapes.keys():
         sides = [
             ("the model", sorted(shapes.keys() - other_shapes.keys())),
-            (what, sorted(other_shapes.keys() - shapes.keys())),
+            (other_name, sorted(other_shapes.keys() - shapes.keys())),
         ]
         shown = "; ".join(f"only in {side}: {', '.join(extra[:4])}" for side, extra in sides if extra)
         raise ValueError(
-            f"{what} has {len(other_shapes)} parameters and the model {len(shapes)} ({shown}). "
-            f"Build {what} with the same options; only widths, and the number of blocks in a list, may differ."
+            f"{other_name} has {len(other_shapes)} parameters and the model {len(shapes)} ({shown}). "
+            f"Build {other_name} with the same options; only widths, and the number of blocks in a list, may differ."
         )
     tied_otherwise = {first for _, first in names.items() ^ other_names.items()}
     for name, shape in shapes.items():
         refuse(
             name in tied_otherwise,
-            f"{name!r} is tied in only one of model and {what}: build both alike",
+            f"{name!r} is tied in only one of model and {other_name}: build both alike",
         )
         refuse(
             len(other_shapes[name]) != len(shape),
-            f"{name!r} has shape {shape} in the model and {other_shapes[name]} in {what}: only sizes may differ",
+            f"{name!r} has shape {shape} in the model and {other_shapes[name]} in {other_name}: only sizes may differ",
         )
     return other_shapes
 
@@ -259,7 +261,7 @@ def _in_names_of(
     depth: Correspondence, names: dict[str, str], other_names: dict[str, str], other_shapes: dict[str, Shape]
 ) -> tuple[dict[str, str], dict[str, Shape]]:
     """The names and shapes of a model of another depth, translated to the names in ``names``. Parameters without a counterpart
-    keep their own."""
+    keep their names."""
     if not depth.lists:
         return other_names, other_shapes
     counterparts = {name: depth.names[name] for name in names if depth.names[name] in other_names}

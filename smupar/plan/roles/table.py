@@ -2,9 +2,9 @@
 the table.
 
 The forward pass of an example shows how a parameter is used (``ParameterView.seen``). Without an example, shapes, modules and
-the order of parameters decide, and if they cannot, the user is asked.
+the order of parameters decide. If they cannot, the user is asked.
 
-For a model as wide as its base, the table DOUBTS is read first: the cases in which sizes do not decide the role.
+For a model as wide as its base, the table DOUBTS is read first. It holds the cases in which sizes do not decide the role.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def _is_unknown_weight(tensor: ParameterView) -> bool:
 
 
 def _is_half_scaling(tensor: ParameterView) -> bool:
-    """Whether an unknown module may sum over a tensor with one scaling dimension. A shape like (1, ..., d) only broadcasts."""
+    """Whether this is a tensor with one scaling dimension, over which an unknown module may sum. A shape like (1, ..., d) does
+    not count, since it only broadcasts."""
     is_table = tensor.layout == "raw" and not tensor.layer.by_element and len(tensor.scaling) == 1
     return is_table and (tensor.shape[0] > 1 or tensor.name.endswith(".weight"))
 
@@ -199,7 +200,7 @@ ROLE_TABLE = (
         "has a scaling input and a fixed output, and is the last layer, with a norm of this size after it",
         lambda t, n: t.reads_scaling and n.is_last(t) and n.is_normed(t),
         ASK,
-        "makes the outputs, and a norm after it may divide out their size, and with it the factor of an unembedding",
+        "makes the outputs, and a norm after it may remove their size, and with it the factor of an unembedding",
         "hidden",
     ),
     Case(

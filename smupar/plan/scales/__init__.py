@@ -1,4 +1,4 @@
-"""Finds what follows the width of a model besides the shapes of its parameters, without running the model.
+"""Finds the numbers in a model that follow its width, besides the shapes of parameters, without running the model.
 
 attention    attention modules, and the fields that hold the scale of ``q.k``
 multipliers  numbers that follow the width but are not sizes, such as sqrt(d) after an embedding

@@ -37,7 +37,7 @@ _NUM_HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads", 
 
 @dataclass(frozen=True)
 class FoundAttention:
-    """A module that multiplies queries and keys, with the scale that its attributes show."""
+    """An attention module, with the scale of ``q.k`` that its attributes show."""
 
     path: str
     module: nn.Module
@@ -49,7 +49,7 @@ class FoundAttention:
 
     @property
     def scale(self) -> float:
-        """The number that q.k is multiplied by, according to attributes; NaN if they do not show it."""
+        """The number by which q.k is multiplied, according to the attributes; NaN if they do not show it."""
         return 1 / self.value if self.divides else self.value
 
     def stored(self, scale: float) -> float:
@@ -96,18 +96,18 @@ def _makes_queries(module: nn.Module) -> bool:
 
 
 def _attention(path: str, modules: dict[str, nn.Module]) -> FoundAttention:
-    """Describes one attention module. Its scale may be a field of the module, of a part of it, or of its parent, which must
-    then show the head size as well."""
+    """Describes one attention module. The scale may be a field of the module, of a part of it, or of its parent. A parent
+    counts only if it shows the head size as well."""
     size = head_size(modules[path])
     parts = [name for name in modules if path and is_inside(name, path)]
     sizes = {name: head_size(modules[name]) or size for name in parts or [path]}
     if path:
         around = path.rpartition(".")[0]
-        sizes |= {around: own} if (own := head_size(modules[around])) is not None else {}
-    for name, own in sizes.items():
-        found = _field(modules[name], own)
-        if found is not None:
-            return FoundAttention(path, modules[path], own, name, *found)
+        sizes |= {around: parent_size} if (parent_size := head_size(modules[around])) is not None else {}
+    for name, head_dim in sizes.items():
+        field = _field(modules[name], head_dim)
+        if field is not None:
+            return FoundAttention(path, modules[path], head_dim, name, *field)
     return FoundAttention(path, modules[path], size)
 
 
@@ -127,21 +127,24 @@ def head_size(module: nn.Module) -> int | None:
 
 
 def _field(module: nn.Module, size: int | None) -> tuple[str, bool, float] | None:
-    """(attribute, whether q.k is divided by it, its value). A power of the head size takes precedence over a fitting name. The
-    source shows whether it divides; if the source cannot be read, a number above 1 counts as a divisor."""
+    """(attribute that holds the scale, whether q.k is divided by it, its value).
+
+    An attribute whose value is a power of the head size takes precedence over one that only has a fitting name. q.k is divided
+    by the attribute if the module's source divides by it, or if it is a power of the head size above 1.
+    """
     whole = {name: float(value) for name, value in vars(module).items() if type(value) is int and name in _SCALES}
-    found = {name: value for name, value in (numbers(module) | whole).items() if not _NOT_SCALES.search(name)}
+    candidates = {name: value for name, value in (numbers(module) | whole).items() if not _NOT_SCALES.search(name)}
     powers = [size**exponent for exponent in (-0.5, -1.0, 0.5, 1.0)] if size is not None and size > 1 else []
     likely = [
         name
-        for name, value in found.items()
+        for name, value in candidates.items()
         if _MAY_SCALE.search(name) and any(math.isclose(value, power, rel_tol=1e-2) for power in powers)
     ]
-    named = [name for name in _SCALES if found.get(name, 0) > 0]
+    named = [name for name in _SCALES if candidates.get(name, 0) > 0]
     name = next(iter((*likely, *named)), None)
     if name is None:
         return None
-    return name, divides_by(module, name) or (name in likely and found[name] > 1), found[name]
+    return name, divides_by(module, name) or (name in likely and candidates[name] > 1), candidates[name]
 
 
 def numbers(module: nn.Module) -> dict[str, float]:

@@ -1,10 +1,10 @@
 """Finds numbers in a model that follow its width but are not sizes, such as sqrt(d) after an embedding or 1 / sqrt(d) before a
 head.
 
-A rule holds if such factors are the same at every width, since Table 1 already has every power of the width that is needed.
-They are found by comparing the model with its base: floating-point attributes, buffers of one element and fields of configs
-that differ. A whole number that differs is usually a size. It counts only if the source of the forward pass takes a root or a
-power of it, or divides by it.
+A rule holds if these factors are the same at every width, since Table 1 already has every power of the width that is needed.
+The factors are found by comparing the model with its base: floating-point attributes, buffers of one element and fields of
+configs that differ. A whole number that differs is usually a size. It counts only if the source of the forward pass takes a
+root or a power of it, or divides by it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Multiplier:
         return f"{self.path}.{self.name}".lstrip(".")
 
     def may_enter_as(self, number: float) -> bool:
-        """Whether the base's forward pass may multiply by ``number`` because of this: itself, a root, or the inverse."""
+        """Whether ``number``, by which the base's forward pass multiplies, may come from this multiplier: it is equal, or its
+        inverse, its root, or the inverse of its root."""
         powers = (self.base_value**exponent for exponent in (1, -1, 0.5, -0.5)) if self.base_value > 0 else [self.base_value]
         return any(math.isclose(number, power, rel_tol=1e-5) for power in powers)
 
@@ -50,26 +51,26 @@ class Multiplier:
 
 
 def find_multipliers(model: nn.Module, base: nn.Module, paths: Mapping[str, str] | None = None) -> list[Multiplier]:
-    """All numbers of the model that differ from the base's and are not just sizes, without attention scales, which have a rule
-    of their own. ``paths`` maps module paths to those of a base of another depth."""
+    """All numbers of the model that differ from the base's and are not just sizes. Attention scales are left out, since they
+    have a rule of their own. ``paths`` maps module paths of the model to those of a base of another depth."""
     attentions = find_attentions(model)
     scales = {(attention.holder, attention.field) for attention in attentions}
     sizes = {attention.path: attention.head_dim for attention in attentions}
     others = dict(base.named_modules(remove_duplicate=False))
     configs: set[int] = set()
-    found = []
+    multipliers = []
     for path, module in model.named_modules():
         other = others.get(path if paths is None else paths.get(path, path))
         if other is None:
             continue
         pairs = {pair[0]: pair for pair in _powers(module, other)}
         pairs |= {pair[0]: pair for pair in (*_attributes(module, other), *_fields(module, other, configs))}
-        found += [
+        multipliers += [
             Multiplier(path, name, value, base_value, can_be_set)
             for name, value, base_value, can_be_set in pairs.values()
             if (path, name) not in scales and not (path in sizes and value == sizes[path])
         ]
-    return found
+    return multipliers
 
 
 # name, value, value in the base, whether it can be set
@@ -77,9 +78,9 @@ _Pair = tuple[str, float, float, bool]
 
 
 def _attributes(module: nn.Module, other: nn.Module) -> Iterator[_Pair]:
-    own, base = numbers(module), numbers(other)
-    for name, value in own.items():
-        base_value = base.get(name)
+    numbers_here, base_numbers = numbers(module), numbers(other)
+    for name, value in numbers_here.items():
+        base_value = base_numbers.get(name)
         if base_value is None and getattr(getattr(other, name, None), "is_meta", False):
             base_value = _as_power_of_size(value, module, other)
         if base_value is not None and _differ(value, base_value):
@@ -87,8 +88,8 @@ def _attributes(module: nn.Module, other: nn.Module) -> Iterator[_Pair]:
 
 
 def _as_power_of_size(value: float, module: nn.Module, other: nn.Module) -> float | None:
-    """The value at base width of a number that is a root, a multiple or the inverse of one of the module's scaling sizes. This
-    is for bases on the meta device, whose buffers have no values."""
+    """The value that a number has in the base, if it is a power of one of the module's scaling sizes; otherwise None. This
+    serves bases on the meta device, whose buffers have no values."""
     pairs = zip(module.parameters(), other.parameters(), strict=False)
     sizes = {sizes for own, base in pairs for sizes in zip(own.shape, base.shape, strict=False) if sizes[0] != sizes[1]}
     for size, base_size in sizes:
@@ -131,29 +132,33 @@ def _differ(value: float, other: float) -> bool:
     return not math.isclose(value, other, rel_tol=1e-5) and math.isfinite(value) and math.isfinite(other)
 
 
-# Putting the base's values into a model
+# The user's choice
 
 
 def in_sums(multipliers: list[Multiplier], seen: Collection[tuple[str, float]], paths: Mapping[str, str]) -> list[Multiplier]:
-    """The numbers that an example shows to multiply nothing but sums over the width, such as 1 / sqrt(d) in a dot product of
-    two layers' outputs. ``seen`` holds such numbers with their modules in base; ``paths`` maps the model's modules to these."""
-    found = [
-        {(path, number) for path, number in seen if path == paths.get(each.path, each.path) and each.may_enter_as(number)}
-        for each in multipliers
+    """The multipliers that, as an example shows, multiply only sums over the width, such as 1 / sqrt(d) in a dot product of two
+    layers' outputs.
+
+    seen   (module path in the base, number) that multiplies only such sums
+    paths  module path of the model -> of the base
+    """
+    fitting = [
+        {(path, number) for path, number in seen if path == paths.get(own.path, own.path) and own.may_enter_as(number)}
+        for own in multipliers
     ]
-    counts = Counter(pair for pairs in found for pair in pairs)  # of two numbers of one value, none can be told
-    return [each for each, pairs in zip(multipliers, found, strict=True) if pairs and all(counts[pair] == 1 for pair in pairs)]
+    counts = Counter(pair for pairs in fitting for pair in pairs)  # two multipliers that fit one number cannot be told apart
+    return [own for own, pairs in zip(multipliers, fitting, strict=True) if pairs and all(counts[pair] == 1 for pair in pairs)]
 
 
 def chosen(multipliers: list[Multiplier], choice: str) -> tuple[Multiplier, ...]:
     """The multipliers as the plan records them, given the user's choice."""
     refuse(choice not in CHOICES, f"multipliers must be one of {', '.join(CHOICES)}, got {choice!r}")
-    return tuple(replace(each, is_set=choice == "base" and each.can_be_set) for each in multipliers)
+    return tuple(replace(number, is_set=choice == "base" and number.can_be_set) for number in multipliers)
 
 
 @torch.no_grad()
 def set_multiplier(model: nn.Module, path: str, name: str, value: float) -> None:
-    """Writes a number into an attribute, a buffer or a config's field, and keeps its type."""
+    """Writes a number into an attribute, a buffer or a field of a config. An int stays an int if the number is whole."""
     *outer, leaf = name.split(".")
     owner: Any = model.get_submodule(path)
     for part in outer:

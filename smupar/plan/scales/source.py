@@ -1,4 +1,4 @@
-"""Reads, without running it, what the source of a module's forward pass does with the module's own numbers."""
+"""Reads in the source of a module what its forward pass does with the module's own numbers, without running it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ARITHMETIC: dict[type[ast.operator], Any] = {
 
 @dataclass(frozen=True)
 class PowerInSource:
-    """An expression that a class takes a root or a power of, or divides by."""
+    """An expression of which the source takes a root or a power, or by which it divides."""
 
     expression: ast.expr
     source: str  # the expression without "self."
@@ -34,7 +34,7 @@ class PowerInSource:
 
 
 def powers_in_source(module: nn.Module) -> tuple[PowerInSource, ...]:
-    """The expressions that a module takes a root or a power of, or divides by, outside of its init."""
+    """The expressions of which a module takes a root or a power, or by which it divides, outside of its init."""
     kind: Any = type(module)
     return _powers(kind)
 
@@ -58,9 +58,10 @@ def _powers(kind: Any) -> tuple[PowerInSource, ...]:
 
 
 def _methods(kind: type[nn.Module]) -> Iterator[ast.AST]:
-    classes = [each for each in kind.__mro__ if issubclass(each, nn.Module) and not each.__module__.startswith("torch.")]
-    for each in classes:
-        for name, function in vars(each).items():
+    """The parsed methods of a module's class and its base classes, without torch's own and without inits."""
+    classes = [base for base in kind.__mro__ if issubclass(base, nn.Module) and not base.__module__.startswith("torch.")]
+    for base in classes:
+        for name, function in vars(base).items():
             if not inspect.isfunction(function) or any(word in name for word in ("init", "reset")):
                 continue
             try:
@@ -70,7 +71,8 @@ def _methods(kind: type[nn.Module]) -> Iterator[ast.AST]:
 
 
 def _bases(method: ast.AST) -> Iterator[ast.expr]:
-    """The bases of all powers in a method, but for numbers of steps: range(0, n) / n runs from 0 to 1 at every width."""
+    """The bases of all powers in a method. The end n of a range is left out if the range is divided by n: ``arange(n) / n``
+    runs from 0 to 1 at every width."""
     ranges: dict[str, set[str]] = {}  # the source of a sequence's end -> names and sources of such sequences
     for node in ast.walk(method):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
@@ -109,12 +111,13 @@ def _is_quotient(node: ast.AST) -> bool:
 
 
 def _is_tensor(node: ast.AST) -> bool:
-    """Whether an expression contains more than numbers and attributes of self, so that it is not just arithmetic with sizes."""
+    """Whether an expression contains local variables, and not just numbers and attributes of self, as arithmetic with sizes
+    does."""
     return any(isinstance(part, ast.Name) and part.id not in ("self", "math", "int", "float") for part in ast.walk(node))
 
 
 def _chains(node: ast.AST) -> Iterator[str]:
-    """The attributes of self in an expression, each at its full length."""
+    """The attributes of self in an expression, with dots for attributes of attributes: ``config.scale``."""
     if isinstance(node, ast.Attribute):
         chain = _chain(node)
         if chain is not None:

@@ -532,7 +532,7 @@ NAMES = ["blocks.0.fc.weight", "blocks.1.fc.weight", "blocks.1.proj.weight"]
 
 
 def match(settings_by_glob):
-    return match_globs(settings_by_glob, NAMES, what="density", among="hidden weights")
+    return match_globs(settings_by_glob, NAMES, setting="density", among="hidden weights")
 
 
 def test_globs_first_match_wins():
@@ -582,7 +582,7 @@ REFUSED = [
         r"density: 'layers\.\*' matches none of the hidden weights: blocks.0.fc.weight, ",
     ),
     (
-        lambda: match_globs({"x": 1}, MANY, what="roles", among="parameters"),
+        lambda: match_globs({"x": 1}, MANY, setting="roles", among="parameters"),
         r"blocks\.7\.weight, \.\.\. \(20 in all\)$",
     ),
     (lambda: match({"Blocks.*": 1}), "matches none"),  # case-sensitive

@@ -1,4 +1,4 @@
-"""Numbers that follow the width and are no sizes."""
+"""Numbers that follow the width but are not sizes."""
 
 import math
 from dataclasses import dataclass

@@ -543,9 +543,9 @@ class ByNumpy(nn.Module):
         return self.after(torch.from_numpy(self.before(x).numpy().copy()))
 
 
-def test_weight_whose_output_is_lost_from_sight_is_named():
+def test_weight_whose_output_cannot_be_followed_is_named():
     make = with_block(ByNumpy)
-    with pytest.warns(smupar.PlanWarning, match="what '1.before.weight' writes was lost.*'1.after.weight' reads something"):
+    with pytest.warns(smupar.PlanWarning, match="cannot follow the output of '1.before.weight'.*input of '1.after.weight'"):
         smupar.make_plan(make(64), base=make(16), example=TOKENS)
 
 
