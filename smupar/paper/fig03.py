@@ -70,21 +70,39 @@ def _proxy(scale: Scale) -> RunConfig:
 
 
 def then(scale: Scale, study: Study) -> list[RunConfig]:
-    """The runs of SP at the best learning rate of its dense model, and those that follow the proxy."""
+    """The runs of SP at the best learning rate of its dense model, and those that follow the proxy.
+
+    Each of the two needs other runs to have ended. An unfinished study can have either.
+    """
     if scale.name != "small":
         return []
+    following = unique([*_tuned_sp(scale, study), *_followers(scale, study)])
+    if not following:
+        raise ValueError("the sweep of SP and the proxy have not finished: the same command resumes them")
+    return following
+
+
+def _tuned_sp(scale: Scale, study: Study) -> list[RunConfig]:
+    """SP at the best learning rate of its dense model; none until all rates of the sweep have ended."""
     swept = study.results(_sp_rates(scale))
-    if not swept or not study.results([_proxy(scale)]):
-        raise ValueError("the sweep of SP or the proxy has not finished: the same command resumes it")
+    if len(swept) < len(_SP_RATES):
+        return []
     lr = min(swept, key=valid_loss).config.lr
-    ours, sparsities = scale.run("pretraining"), scale.size("pretraining").sparsities
-    tuned = [replace(scale.run("pretraining", rule="sp", sparsity=sparsity), lr=lr) for sparsity in sparsities]
+    ours = scale.run("pretraining")
+    tuned = [replace(scale.run("pretraining", rule="sp", sparsity=s), lr=lr) for s in scale.size("pretraining").sparsities]
     equal = [replace(run, weight_decay=ours.weight_decay * ours.lr / lr) for run in tuned]
-    trace = study.trace_to_follow(_proxy(scale))
-    following = [replace(ours, sparsity=sparsity, follow=str(trace)) for sparsity in sparsities[-2:]]
     # SP's learning rate is low because of hidden weights. This run gives all other weights muP's higher rate.
     fast_embedding = replace(tuned[-2], rest_lr=lr * ours.model.width / ours.base_width)
-    return unique([*tuned, *equal, *following, fast_embedding])
+    return [*tuned, *equal, fast_embedding]
+
+
+def _followers(scale: Scale, study: Study) -> list[RunConfig]:
+    """Measured updates at the two lowest densities; none until the proxy has ended."""
+    if not study.results([_proxy(scale)]):
+        return []
+    trace = study.trace_to_follow(_proxy(scale))
+    ours = scale.run("pretraining")
+    return [replace(ours, sparsity=s, follow=str(trace)) for s in scale.size("pretraining").sparsities[-2:]]
 
 
 # Reading

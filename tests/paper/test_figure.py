@@ -18,6 +18,7 @@ from smupar.paper.figure import RULES, USUAL_SPREAD, Claim, all_of, curves, is_s
 from smupar.paper.reproduce import FIGURES, figure
 from smupar.paper.settings import Scale
 from smupar.study.optima import Curve, farthest_move
+from smupar.study.store import Study
 from tests.paper.rows import (
     CPU,
     PAPER,
@@ -236,6 +237,18 @@ def test_figure_3_has_a_line_for_each_chance_of_sp():
     assert names["SmuPar"] == [2048, 256, 64, 16]
     assert {line.label: line.points[0].y for line in gaps.lines}["SP in the paper"] == 11.9
     assert [panel.title for panel in others] == ["width 512, 8 layers", "width 2048, 4 layers"]
+
+
+def test_figure_3_reads_the_tuned_runs_of_sp_before_the_proxy_has_ended(tmp_path):
+    scale = Scale("small", "data/text", 8192)
+    sweep = [run for run in fig03.runs(scale) if run.rule == "sp" and run.sparsity == 0 and run.lr != 2e-4]
+    with Study.open(tmp_path / "study", {"kind": "test"}, "") as study:
+        for run in sweep[1:]:
+            study.add(run, finished(run, 4 + abs(math.log2(run.lr) + 10)).summary)
+        with pytest.raises(ValueError, match="the same command resumes them"):
+            fig03.then(scale, study)
+        study.add(sweep[0], finished(sweep[0], 9).summary)
+        assert {run.lr for run in fig03.then(scale, study)} == {2**-10}
 
 
 def test_runs_of_every_figure_have_the_decay_and_clipping_that_were_asked_for():
