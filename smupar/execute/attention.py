@@ -1,8 +1,8 @@
 """Causal attention by torch's fused kernels, for one model and for the models of a stack.
 
-``torch.func`` cannot batch the backward passes of these kernels, and some kernels not at all. Here the models of a stack become
-part of the batch. Only the forward pass needs a rule for this, because a stack differentiates the sum of its losses
-(``batched.gradients_of_sum``).
+``torch.func`` cannot batch the backward passes of these kernels, and some kernels it cannot batch at all. Here the models of a
+stack become part of the batch. Only the forward pass needs a rule for this, because a stack differentiates the sum of its
+losses (``batched.gradients_of_sum``).
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_ADDED = 8  # entries added to a head for distances: four are used, and kernels need a multiple of eight
-_BLOCK = 128  # a position is a multiple of this plus a rest; bf16 holds both exactly, up to a length of 32,768
+_ADDED = 8  # entries added to each head for distances: four are used, but kernels need a multiple of eight
+# A position is the sum of a multiple of _BLOCK and a rest below it. bf16 holds both exactly, up to a length of 32,768.
+_BLOCK = 128
 
 
 def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
@@ -24,8 +25,9 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Ten
 
 
 def fused_alibi(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
-    """The same with ALiBi's slope times the distance as the bias, which is never in memory: heads get a few more entries, whose
-    product is slope times the key's position. The query's own position does not change its softmax."""
+    """Causal attention with ALiBi's bias, slope times distance. The bias is never in memory: queries and keys get a few more
+    entries, whose product is the slope times the key's position. The query's position is left out, because it adds the same
+    number to all logits of a query."""
     size = v.shape[-1]
     position = torch.arange(1 - k.shape[-2], 1, device=k.device)
     rest = position % _BLOCK
@@ -46,9 +48,9 @@ def _of_stack(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor | Non
     *heads, bias = tensors
     num_models = info.batch_size
     folded = [
-        (each.expand(num_models, *each.shape) if dim is None else each.movedim(dim, 0)).flatten(0, 1)
-        for each, dim in zip(heads, in_dims, strict=False)
-        if each is not None
+        (head.expand(num_models, *head.shape) if dim is None else head.movedim(dim, 0)).flatten(0, 1)
+        for head, dim in zip(heads, in_dims, strict=False)
+        if head is not None
     ]
     assert in_dims[3] is None, "the models of a stack share the bias of their attention"
     out = _attention(folded[0], folded[1], folded[2], bias)

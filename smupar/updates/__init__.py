@@ -8,9 +8,14 @@ is the change of the layer's output by one update, per unit of base learning rat
 dense proxy trains; the record is the trace. ``follow_updates`` measures gain = RMS(X dW) / (learning rate of the layer) in the
 target, and sets the layer's learning rate to eta * effect of the proxy / gain. Before the first measurement it uses the plan's
 factor. dW is read off the weights after ``optimizer.step()``, so optimizer and masks can be of any kind. To leave out decoupled
-weight decay, X W' is compared with (1 - lr * decay) X W, which decay alone would give.
+weight decay, the output after the step is compared with (1 - lr * decay) X W, which decay alone would give.
 
-Both sides are averaged over time, 0.8 old and 0.2 new (``trace.averages_after``; one model in ``meter``, a stack in
-``stacked``). A trace of another depth is read at the same relative depth, and one of another length as in
-``trace.same_moment``.
+Both sides are averaged over time, 0.8 old and 0.2 new (``trace.averages_after``). A trace of another depth is read at the same
+relative depth, and one of another length as in ``trace.same_moment``.
+
+meter        ``record_updates`` and ``follow_updates``, for one model; stacked: the same for a stack of models
+trace        the effects of a run; stored: their file, page: their page
+law          how updates are measured and followed, with alternatives; sizes: measures by these, in stacks
+probe        keeps inputs of a layer, and measures how an update changes its output
+observer     ``observe``: sizes of layers over a run; observation: the record, entropy: the entropy of attention
 """

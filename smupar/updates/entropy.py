@@ -1,4 +1,4 @@
-"""The entropy of attention, seen in torch's scaled dot product attention and in softmaxes over keys."""
+"""The entropy of attention, from calls of torch's scaled dot product attention and of softmax over four dimensions."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _SOFTMAX = (torch.softmax, F.softmax, Tensor.softmax)
 
 
 class AttentionWatch:
-    """Watches the forward passes of a model at due steps, without changing them."""
+    """Records the entropy of attention in forward passes at due steps, without changing them."""
 
     def __init__(self, model: nn.Module, is_due: Callable[[], bool]) -> None:
         self.is_due = is_due
-        self._modes: list[_Watching] = []
-        self._found: list[Tensor] = []
+        self._modes: list[_EntropyMode] = []
+        self._entropies: list[Tensor] = []
         self.hooks = [
             model.register_forward_pre_hook(self._begin),
             model.register_forward_hook(self._end, always_call=True),
@@ -31,8 +31,8 @@ class AttentionWatch:
 
     def take(self) -> dict[str, float]:
         """Name of each call of attention in the last forward pass -> mean entropy in nats."""
-        found, self._found = self._found, []
-        values = torch.stack(found).tolist() if found else []
+        entropies, self._entropies = self._entropies, []
+        values = torch.stack(entropies).tolist() if entropies else []
         return {f"attention {number}": value for number, value in enumerate(values)}
 
     def remove(self) -> None:
@@ -42,30 +42,30 @@ class AttentionWatch:
     def _begin(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and self.is_due()):
             return
-        self._modes.append(_Watching())
+        self._modes.append(_EntropyMode())
         self._modes[-1].__enter__()
 
     def _end(self, module: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and self._modes:
             mode = self._modes.pop()
             mode.__exit__(None, None, None)
-            self._found = mode.found
+            self._entropies = mode.entropies
 
 
-class _Watching(TorchFunctionMode):
+class _EntropyMode(TorchFunctionMode):
     """While active, records the entropy of each call of attention."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[Tensor] = []
+        self.entropies: list[Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         with torch.no_grad():
             if func is F.scaled_dot_product_attention and args[0].ndim == 4:
-                self.found.append(_entropy(_attention(*args, **(kwargs or {}))))
+                self.entropies.append(_entropy(_attention(*args, **(kwargs or {}))))
             elif func in _SOFTMAX and isinstance(output, Tensor) and output.ndim == 4:
-                self.found.append(_entropy(output[:1, :, spread(output.shape[2], _QUERIES, output.device)]))
+                self.entropies.append(_entropy(output[:1, :, spread(output.shape[2], _QUERIES, output.device)]))
         return output
 
 

@@ -1,6 +1,6 @@
-"""The law by which updates are measured and followed, and alternatives for control experiments.
+"""The law by which updates are measured and followed, with alternatives for control experiments.
 
-A law is written as the measured quantity, followed by changed settings: ``"rms"``, ``"effect,every=25"``,
+A law is written as the measured quantity, followed by settings that differ from the default: ``"rms"``, ``"effect,every=25"``,
 ``"function,held-out"``. This file does not import torch, so that ``smupar --help`` stays fast.
 """
 
@@ -13,24 +13,24 @@ from smupar.plan.settings import refuse
 
 EFFECT, RMS, TRUST, SPECTRAL, FUNCTION = "effect", "rms", "trust", "spectral", "function"
 SIZES = (EFFECT, RMS, TRUST, SPECTRAL, FUNCTION)
-FIRST_STEPS = 20  # these are all measured
+FIRST_STEPS = 20  # all of these are measured
 
 
 @dataclass(frozen=True)
 class Law:
     """How updates are measured, and how learning rates follow them.
 
-    size      the measured quantity of an update dW of a hidden weight, see below
-    old       the share of the average that stays at a measured step
+    size      the quantity to measure, for an update dW of a hidden weight W:
+              effect    RMS(X dW), the change of the layer's output by the update
+              rms       RMS of dW over the kept weights
+              trust     norm of dW divided by the norm of W, as in LAMB
+              spectral  spectral norm of dW times sqrt(in / out)
+              function  RMS of the change of the model's output if this layer alone is updated, as in function-space learning
+                        rates
+    old       how much of the old average a measured step keeps, from 0 to 1
     every     steps between measurements, after the first 20
-    tokens    number of tokens that are measured; for function in whole sequences
-    held_out  whether they come from the validation text instead of the batch that made the update
-
-    effect    RMS(X dW): the change of the layer's output by the update
-    rms       RMS of dW over kept weights: updates of equal size
-    trust     norm of dW over that of W: LAMB
-    spectral  spectral norm of dW times sqrt(in / out)
-    function  RMS of the change of the model's output if this layer alone is updated: function-space learning rates
+    tokens    number of tokens on which updates are measured; for ``function`` rounded down to whole sequences
+    held_out  whether these tokens come from the validation text, and not from the batch that made the update
     """
 
     size: str = EFFECT
@@ -46,7 +46,7 @@ class Law:
 
 @cache
 def parse_law(text: str) -> Law:
-    """Parses a law; "" is the usual one."""
+    """Parses a law; "" is the default."""
     law, kinds = Law(), {"old": float, "every": int, "tokens": int}
     for part in filter(None, text.split(",")):
         name, _, value = part.partition("=")

@@ -35,28 +35,29 @@ class UpdatesWarning(UserWarning):
 class Meter:
     """Looks at hidden layers before and after some steps of the optimizer. Subclasses choose the steps and the measurements."""
 
-    what = "updates of this model are measured"  # completes the error about a second meter: "... already"
-    called = "record_updates and follow_updates"
+    what = "updates of this model are measured"  # for the error about a second meter: "the ... already"
+    called = "record_updates and follow_updates"  # the functions that make this meter
     buffer = "smupar_input"  # suffix of the buffer for a layer's inputs, beside its weight
 
     def __init__(self, model: nn.Module, plan: Plan, optimizer: Any) -> None:
-        """Refuses models that cannot be measured. Changes nothing; ``install`` does."""
+        """Refuses models that cannot be measured. Nothing is changed before ``install``."""
         self.model, self.plan = unwrapped(model), plan
         self.optimizers = optimizers(optimizer)
         check_parameterized(self.model, "first, and build the optimizer from param_groups")
         check_not_compiled(self.model, "and would ignore new hooks: compile afterwards")
         refuse_measured(self.model, self.buffer, self.what)
         refuse(not self.optimizers, "no optimizer was given")
-        optimizer_of = {id(p): each for each in self.optimizers for group in each.param_groups for p in group["params"]}
+        groups = ((optimizer, group) for optimizer in self.optimizers for group in optimizer.param_groups)
+        optimizer_of = {id(parameter): optimizer for optimizer, group in groups for parameter in group["params"]}
         hidden = hidden_weights(self.model, plan)
         trained = {name: weight for name, weight in hidden.items() if id(weight.parameter) in optimizer_of}
         self.names = [name for name, weight in trained.items() if weight.can_multiply(plan[name].in_dims)]
         refuse(not self.names, "no hidden weight can be measured: the plan has none in linear layers or convolutions")
         self.unmeasured = [name for name in hidden if name not in self.names]
         used = {optimizer_of[id(weight.parameter)] for weight in trained.values()}
-        self.optimizer_names = "+".join(name_of(each).lower() for each in self.optimizers if each in used)
+        self.optimizer_names = "+".join(name_of(optimizer).lower() for optimizer in self.optimizers if optimizer in used)
         self.cautions: list[str] = []
-        self.step, self.num_missing = 0, len(self.optimizers)  # num_missing: optimizers that have not made this step yet
+        self.step, self.num_missing = 0, len(self.optimizers)  # num_missing: optimizers that still have to make this step
 
     def install(self) -> None:
         remove_copied_probes(self.model)
@@ -65,12 +66,12 @@ class Meter:
             probe.reader = weakref.ref(self)
         buffers = (f"{parent_path(name)}.{probe.buffer}".lstrip(".") for name, probe in self.probes.items())
         no_broadcast(self.model, buffers)
-        for each in self.optimizers:
-            seam_of(each).add(self, look=self._look, measure=self._measure)
+        for optimizer in self.optimizers:
+            seam_of(optimizer).add(self, look=self._look, measure=self._measure)
 
     def remove(self) -> None:
-        for each in self.optimizers:
-            seam_of(each).remove(self)
+        for optimizer in self.optimizers:
+            seam_of(optimizer).remove(self)
         for probe in self.probes.values():
             probe.remove()
 
@@ -92,7 +93,7 @@ class Meter:
         raise NotImplementedError
 
     def end_step(self) -> None:
-        """Called when all optimizers have made their updates."""
+        """Ends a step, when all optimizers have made their updates."""
         raise NotImplementedError
 
     @torch.no_grad()
@@ -110,10 +111,10 @@ class Meter:
             return
         if self.is_due:
             groups = self.groups(step.optimizer)
-            seen = {n: g for n, g in groups.items() if n in self.probes and self.probes[n].before is not None}
-            if seen:
+            looked_at = {n: group for n, group in groups.items() if n in self.probes and self.probes[n].before is not None}
+            if looked_at:
                 with exact():
-                    self.measure(step.optimizer, seen)
+                    self.measure(step.optimizer, looked_at)
         self.num_missing -= 1
         if self.num_missing == 0:
             self.end_step()
@@ -128,12 +129,12 @@ class Meter:
 
 
 def decayed_share(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> float:
-    """The share of a weight that decoupled weight decay removes in one step."""
+    """The share of a weight that decoupled weight decay removes in one step; 0 if the optimizer does not decouple it."""
     return float(group["lr"]) * group["weight_decay"] if decouples_decay(optimizer, group) else 0.0
 
 
 class _UpdateMeter(Meter):
-    """Measures the effect of each step on every hidden layer's output."""
+    """Measures how each update changes the output of its hidden layer."""
 
     def __init__(self, model: nn.Module, plan: Plan, optimizer: Any, period: int | None) -> None:
         """``period`` is the number of steps after which the run starts again."""
@@ -145,24 +146,23 @@ class _UpdateMeter(Meter):
                 "are neither linear nor convolutions, or they are in no optimizer. They keep the plan's factor."
             )
         self.trace = Trace(shapes={name: plan[name].shape for name in self.names}, optimizer=self.optimizer_names)
-        # For a measured step: RMS of the change of a layer's output over the layer's learning rate, and that rate over the base
-        # rate.
-        self.gains: dict[str, float] = {}
-        self.factors: dict[str, float] = {}
+        # by layer, for a measured step
+        self.gains: dict[str, float] = {}  # RMS of the change of the layer's output, over the layer's learning rate
+        self.factors: dict[str, float] = {}  # the layer's learning rate over the base rate
 
     def install(self) -> None:
-        # the last check that can refuse; nothing has been changed before it
+        # This call changes the optimizers' groups, and is the last that can refuse.
         self.rates = layer_rates(self.model, self.plan, self.optimizers)
         super().install()
 
     @property
-    def place(self) -> int:
-        """The number of the step in its period."""
+    def period_step(self) -> int:
+        """The number of the step in its period, from 0 on."""
         return self.step % self.period if self.period else self.step
 
     @property
     def is_due(self) -> bool:
-        return LAW.is_measured(self.place)
+        return LAW.is_measured(self.period_step)
 
     def groups(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
         return group_of_weight(optimizer)
@@ -195,14 +195,14 @@ class _UpdateMeter(Meter):
         self.gains, self.factors = {}, {}
         self.step += 1
         self.trace.num_steps = self.step
-        if self.place == 0:
+        if self.period_step == 0:
             self.start_again()
 
     def follow(self) -> None:
-        """Called after a measured step of all optimizers. Subclasses use ``gains`` here."""
+        """Adjusts learning rates after a measured step. A recorder does nothing here."""
 
     def start_again(self) -> None:
-        """Called after the last step of a period."""
+        """Prepares for the next period."""
 
     def state_dict(self) -> dict[str, Any]:
         """The state as JSON, with exact numbers."""
@@ -226,8 +226,8 @@ class Recorder(_UpdateMeter):
 def record_updates(model: nn.Module, plan: Plan, optimizer: Any, *, period: int | None = None) -> Recorder:
     """Records the effect of each update on every hidden layer's output while the proxy trains.
 
-    ``with record_updates(model, plan, optimizer) as trace: ...train...`` and then ``trace.save("proxy.trace.json")``. Call it
-    after ``param_groups`` and before a scheduler, DDP and torch.compile. This does not change the training. ``period`` is as in
+    Use it as ``with record_updates(model, plan, optimizer) as trace: ...train...``, then ``trace.save("proxy.trace.json")``.
+    Call it after ``param_groups`` and before a scheduler, DDP and torch.compile. Training is not changed. ``period`` is as in
     ``follow_updates``.
     """
     recorder = Recorder(model, plan, optimizer, period)
@@ -248,20 +248,20 @@ class Follower(_UpdateMeter):
         self.cautions += self.reader.cautions
         if trace.optimizer != self.trace.optimizer:
             self.cautions.append(
-                f"the trace was recorded with {trace.optimizer}, but this is {self.trace.optimizer}: updates of two "
-                "optimizers develop differently over a run"
+                f"the trace was recorded with {trace.optimizer}, but this is {self.trace.optimizer}: over a run the updates of "
+                "different optimizers develop differently"
             )
 
     def _forget_averages(self) -> None:
         self.averages = _vector([math.nan] * len(self.names)), _vector([math.nan] * len(self.names))
 
     def follow(self) -> None:
-        wanted = _vector([self.reader.effect(name, self.place) for name in self.names])
+        wanted = _vector([self.reader.effect(name, self.period_step) for name in self.names])
         gains = _vector([self.gains[name] for name in self.names])
         self.averages, ratios = averages_after(self.averages, wanted, gains)
         for name, ratio, factor in zip(self.names, ratios.tolist(), clamped(ratios).tolist(), strict=True):
             if math.isnan(ratio):
-                continue  # not usable, so the factor stays
+                continue  # this measurement is unusable, so the factor stays
             self.rates.measured[name] = factor
             if factor != ratio and not self.has_warned:
                 self.has_warned = True
@@ -305,21 +305,21 @@ def follow_updates(
     """Sets each hidden layer's learning rate, step by step, so that updates have the same effect as in the proxy.
 
     trace   trace of the proxy, or the file that holds it
-    steps   length of this run, by default that of the proxy's run. If it differs, the first steps correspond by their number,
-            and the last step to the last.
-    period  number of steps after which the run starts again, as in the rounds of IMP; the trace then starts again too
+    steps   length of this run, by default that of the proxy's run. If the lengths differ, first steps correspond by their
+            number, and the last step to the last.
+    period  number of steps after which the run starts again, as in the rounds of IMP. Reading the trace then starts again too.
 
     Call it after ``param_groups`` and before a scheduler, DDP and torch.compile, then train as usual. Use a plan of SmuPar: its
-    init is kept, and so are its learning rates for parameters that are not hidden. With GMP the measured learning rates replace
-    the density correction.
+    init is kept, and so are its learning rates for parameters that are not hidden weights. With GMP the measured learning rates
+    replace the density correction.
     """
     read = trace if isinstance(trace, Trace) else Trace.load(trace)
     num_deeper = sum(row.role == "hidden" and row.depth_mult != 1 for row in plan)
     refuse(
         plan.depth == DEPTH_MUP.name and num_deeper > len(read.effects),
-        f"the model has {num_deeper} layers in lists that are deeper than the base's: under depth-muP updates should have "
-        "less effect in each of them than in the proxy, which a trace does not say. Use depth='completep', or record the "
-        "trace at this depth",
+        f"the model has {num_deeper} layers in lists that are deeper than the base's: under depth-muP an update should have "
+        "less effect in each of them than in the proxy, but a trace does not say how much less. Use depth='completep', or "
+        "record the trace at this depth",
     )
     follower = Follower(model, plan, optimizer, read, steps, period)
     _start(follower)
@@ -328,7 +328,7 @@ def follow_updates(
 
 def _start(meter: Meter) -> None:
     for caution in meter.cautions:
-        warnings.warn(caution, UpdatesWarning, stacklevel=3)  # first of all, since warnings may be errors
+        warnings.warn(caution, UpdatesWarning, stacklevel=3)  # before anything changes, since warnings may be errors
     meter.install()
 
 

@@ -18,6 +18,7 @@ from smupar.plan.settings import refuse
 
 FORMAT = "smupar-observation/1"
 OBSERVED_FILE = "observed.json"  # usual file name
+# Quantities, see ``observer``. The last is 1 at a look if the layer's mask has moved since the look before it.
 Y, GRAD_X, DY = "Y", "grad X", "dY"
 WEIGHTS, TOP, ALIGNMENT, ENTROPY = "weights", "top singular value", "alignment", "attention entropy"
 LR, DECAY, MOVED = "LR", "LR times decay", "moved"
@@ -28,8 +29,8 @@ _SHOWN = 8  # number of looks in the printed table
 
 
 def is_looked_at(step: int, last: int | None = None) -> bool:
-    """Whether to look at a step, counted from 1: at rounded powers of sqrt(2), at the last step, and at four fifths of the
-    run."""
+    """Whether to look at a step, counted from 1. Looks are at rounded powers of sqrt(2), after four fifths of the run, and at
+    its last step."""
     return step in (last, last and int(LATE * last)) or step == round(2 ** (round(2 * math.log2(step)) / 2))
 
 
@@ -37,8 +38,8 @@ def is_looked_at(step: int, last: int | None = None) -> bool:
 class Observation:
     """Sizes of hidden layers over a run.
 
-    at          steps that were looked at, counted from 1
-    sizes       quantity -> layer -> a number for each look; not finite if it could not be measured
+    at          the steps that were looked at, counted from 1
+    sizes       quantity -> layer -> a number for each look, which is not finite if it could not be measured
     per_neuron  layer -> kept weights per neuron, as planned
     unmeasured  hidden weights that are not observed: their layers are neither linear nor convolutions, or are not trained
     """
@@ -50,7 +51,7 @@ class Observation:
     unmeasured: list[str] = field(default_factory=list)
 
     def add(self, step: int, looks: Mapping[str, Mapping[str, float]]) -> None:
-        """Adds a look: quantity -> layer -> number."""
+        """Adds the numbers of one look: quantity -> layer -> number."""
         self.at.append(step)
         for quantity in {**self.sizes, **looks}:
             rows, new = self.sizes.setdefault(quantity, {}), looks.get(quantity, {})
@@ -77,20 +78,20 @@ class Observation:
         return {quantity: names for quantity, names in never.items() if names}
 
     def kappa(self) -> float:
-        """The number of kept weights per neuron at which the common part of an update is as large as the rest.
+        """The number n of kept weights per neuron at which the common part of an update is as large as the rest.
 
-        If the common part adds up like n and the rest like sqrt(n), where n is the number of kept weights per neuron, then the
-        square of the alignment is (n + kappa) / (1 + kappa). The square is averaged over the steps of the run, and kappa is the
-        median over layers.
+        The contributions of a neuron's weights have a common part, which adds up like n, and a rest, which adds up like
+        sqrt(n). The square of the alignment is then (n + kappa) / (1 + kappa). The square is averaged over the steps of the
+        run, and kappa is the median over layers.
         """
         rows = self.sizes.get(ALIGNMENT, {})
-        found = [_kappa(self.per_neuron[name], self._mean_square(values)) for name, values in rows.items()]
-        found = [value for value in found if math.isfinite(value)]
-        refuse(not found, "no alignment was measured: observe a whole run of the proxy")
-        return median(found)
+        kappas = [_kappa(self.per_neuron[name], self._mean_square(values)) for name, values in rows.items()]
+        kappas = [kappa for kappa in kappas if math.isfinite(kappa)]
+        refuse(not kappas, "no alignment was measured: observe a whole run of the proxy")
+        return median(kappas)
 
     def _mean_square(self, values: Sequence[float]) -> float:
-        """The mean square over steps. Each look stands for the steps that are nearest to it."""
+        """The mean square of a layer's numbers over all steps. Each look stands for the steps that are nearest to it."""
         ends = [self.at[0] - 0.5, *((a + b) / 2 for a, b in pairwise(self.at)), self.num_steps + 0.5]
         pairs = [(value**2, end - start) for value, (start, end) in zip(values, pairwise(ends), strict=True)]
         finite = [(square, share) for square, share in pairs if math.isfinite(square)]
@@ -98,7 +99,7 @@ class Observation:
         return sum(square * share for square, share in finite) / total if total > 0 else math.nan
 
     def __str__(self) -> str:
-        """A table of geometric means over layers, at some of the looks, and a list of what was not measured."""
+        """A table of geometric means over layers at some of the looks, and notes on what was not measured."""
         chosen = _spread(range(len(self.at)), _SHOWN)
         lines = [["step", *(str(self.at[index]) for index in chosen)]]
         for quantity, rows in self.sizes.items():
@@ -124,17 +125,17 @@ class Observation:
         stored = values.pop("format", None)
         if stored != FORMAT:
             raise DamagedFileError(f"{source} is not an observation in format {FORMAT!r} (it says {stored!r}): {_REMEDY}")
-        found = as_record(_StoredObservation, values, source=source, remedy=_REMEDY)
-        rows = [row for of_layers in found.sizes.values() for row in of_layers.values()]
-        if any(len(row) != len(found.at) for row in rows) or sorted(set(found.at)) != list(found.at):
+        record = as_record(_StoredObservation, values, source=source, remedy=_REMEDY)
+        rows = [row for of_layers in record.sizes.values() for row in of_layers.values()]
+        if any(len(row) != len(record.at) for row in rows) or sorted(set(record.at)) != list(record.at):
             raise DamagedFileError(
                 f"{source} is damaged (steps must increase, and each layer needs a number for each): {_REMEDY}"
             )
         sizes = {
             quantity: {name: [math.nan if value is None else float(value) for value in row] for name, row in of_layers.items()}
-            for quantity, of_layers in found.sizes.items()
+            for quantity, of_layers in record.sizes.items()
         }
-        return cls(**{**vars(found), "sizes": sizes})
+        return cls(**{**vars(record), "sizes": sizes})
 
     def save(self, path: str | PathLike[str]) -> None:
         """Writes the observation with a checksum."""

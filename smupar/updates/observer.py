@@ -5,12 +5,15 @@ At each look it measures, on some inputs X of each layer, with the weight W befo
     Y = X W                         the layer's output
     grad X                          the gradient of X through this layer alone
     dY = X dW                       the change of the output by the update, without decoupled weight decay
-    alignment                       RMS(X dW) over RMS((X s) dW) with random signs s: 1 if the n inputs of a neuron do not agree
-                                    on the update, sqrt(n) if all do
-    weights, top singular value     RMS of the kept weights; the norm of W by a few power iterations
-    attention entropy               of the attentions that ``entropy`` sees
+    alignment                       RMS(X dW) over RMS((X s) dW) with random signs s: 1 if what a neuron's n weights contribute
+                                    to dY has random signs, sqrt(n) if all contributions are equal
+    weights                         RMS of the kept weights
+    top singular value              the largest singular value of W, estimated by a few power iterations
+    attention entropy               mean entropy of attention, in nats
+    LR, LR times decay              the layer's learning rate, and how much its weights decay in the step
+    moved                           1 if the mask has moved since the last look
 
-It uses the probes of measured updates and the same phases of a step. ``StackedObserver`` does the same for a stack of models.
+Probes and phases of a step are the same as for measured updates. ``StackedObserver`` observes a stack of models.
 """
 
 from __future__ import annotations
@@ -49,19 +52,22 @@ from smupar.updates.probe import Probe, exact, some_rows
 
 _ITERATIONS = (8, 2)  # of the power method: at the first look, and at later ones, which start from the previous result
 _RANDOM = "dY with random signs"
-_MEANS = (Y, GRAD_X, DY, _RANDOM, WEIGHTS, TOP)  # quantities that are measured as mean squares
+_MEANS = (Y, GRAD_X, DY, _RANDOM, WEIGHTS, TOP)  # quantities that are measured as sums of squares
 
 
 class _LayerLook:
-    """Looks at one layer, of one model or of all models of a stack. Numbers have a leading dimension of models, of size 1 for a
-    single model. Each is a pair: the sum of squares, and the number of entries."""
+    """Looks at one layer, of one model or of all models of a stack.
+
+    Each quantity is a tensor of shape (models, 2): for each model the sum of squares and the number of entries. A single model
+    counts as a stack of one.
+    """
 
     def __init__(self, probe: Probe) -> None:
         self.probe = probe
         self.random = Probe(probe.weight, probe.in_dim)
         self.direction: Tensor | None = None  # right singular vector of the largest singular value
-        self.mask: Tensor | None = None  # a checksum of the mask at the last look
-        self.found: dict[str, Tensor] = {}
+        self.mask_checksum: Tensor | None = None  # of the mask at the last look
+        self.sums: dict[str, Tensor] = {}
 
     def before(self, step: int, output_grad: Tensor | None) -> None:
         probe, weight = self.probe, self.probe.weight
@@ -73,19 +79,19 @@ class _LayerLook:
         self.random.look()
         assert probe.before is not None
         values, kept = _values(weight), weight.num_kept().to(torch.float64).reshape(-1)
-        self.found = {
+        self.sums = {
             Y: self._total(probe.before),
             WEIGHTS: torch.stack([_flat(values, self._is_stack).double().square().sum(1), kept], dim=-1),
             TOP: self._top_singular_value(),
         }
         if output_grad is not None:
-            self.found[GRAD_X] = self._total(weight.input_gradient(x, output_grad.to(x.dtype), in_dim=probe.in_dim))
-        self.moved = self._moved()
+            self.sums[GRAD_X] = self._total(weight.input_gradient(x, output_grad.to(x.dtype), in_dim=probe.in_dim))
+        self.moved = self._mask_moved()
 
     def after(self, decayed: float | Tensor) -> dict[str, Tensor]:
-        self.found[DY] = self._total(self.probe.change(decayed))
-        self.found[_RANDOM] = self._total(self.random.change(decayed))
-        return self.found
+        self.sums[DY] = self._total(self.probe.change(decayed))
+        self.sums[_RANDOM] = self._total(self.random.change(decayed))
+        return self.sums
 
     @property
     def _is_stack(self) -> bool:
@@ -110,16 +116,16 @@ class _LayerLook:
         square = (matrix @ self.direction).double().square().sum((1, 2))
         return torch.stack([square, torch.ones_like(square)], dim=-1)
 
-    def _moved(self) -> Tensor:
-        """Whether the mask has changed since the last look, by a checksum over all entries."""
+    def _mask_moved(self) -> Tensor:
+        """1 for each model whose mask has changed since the last look, by a checksum over all entries."""
         weight = self.probe.weight
         mask = weight.mask if weight.mask is None else local(weight.mask)
         if mask is None:
             return torch.zeros(1, device=self.probe.inputs.device, dtype=torch.float64)
         flat = _flat(mask, self._is_stack).double()
-        number = flat @ torch.arange(1, flat.shape[1] + 1, device=flat.device, dtype=torch.float64).sqrt()
-        moved = torch.zeros_like(number) if self.mask is None else (number != self.mask).double()
-        self.mask = number
+        checksum = flat @ torch.arange(1, flat.shape[1] + 1, device=flat.device, dtype=torch.float64).sqrt()
+        moved = torch.zeros_like(checksum) if self.mask_checksum is None else (checksum != self.mask_checksum).double()
+        self.mask_checksum = checksum
         return moved
 
 
@@ -169,8 +175,8 @@ class Observer(Meter):
         rows = []
         for name, group in groups.items():
             layer = self.layers[name]
-            found = layer.after(decayed_share(optimizer, group))
-            pairs = [found.get(quantity, layer.found[Y].new_zeros(1, 2)) for quantity in _MEANS]
+            of_layer = layer.after(decayed_share(optimizer, group))
+            pairs = [of_layer.get(quantity, of_layer[Y].new_zeros(1, 2)) for quantity in _MEANS]
             moved = torch.stack([layer.moved, torch.ones_like(layer.moved)], dim=-1)
             rows.append(torch.cat([*pairs, moved.to(pairs[0])]))
         sums = torch.stack(rows)  # (layers, quantities, 2)
@@ -178,7 +184,7 @@ class Observer(Meter):
             dist.all_reduce(sums)
         for (name, group), pairs in zip(groups.items(), sums.tolist(), strict=True):
             *means, moved = pairs
-            row = _row(dict(zip(_MEANS, means, strict=True)))
+            row = _sizes(dict(zip(_MEANS, means, strict=True)))
             row |= {LR: float(group["lr"]), DECAY: float(group["lr"]) * group.get("weight_decay", 0.0)}
             row[MOVED] = float(moved[0] > 0)
             for quantity, value in row.items():
@@ -213,9 +219,10 @@ class Observer(Meter):
 def observe(model: nn.Module, plan: Plan, optimizer: Any, *, steps: int | None = None) -> Observer:
     """Records sizes of hidden layers while a model trains: outputs, gradients, effects of updates, weights, alignment.
 
-    ``with observe(model, plan, optimizer) as seen: ...train...`` and then ``print(seen)`` or ``seen.save("observed.json")``. It
-    looks at steps 1, 2, 3, 4, 6, 8, 11, 16, ... and, if ``steps`` gives the length of the run, at four fifths and the end of
-    it. Call it after ``param_groups``, and before DDP and torch.compile. It does not change the training.
+    Use it as ``with observe(model, plan, optimizer) as seen: ...train...``, then ``print(seen)`` or
+    ``seen.save("observed.json")``. It looks at steps 1, 2, 3, 4, 6, 8, 11, 16, ... If ``steps`` gives the length of the run, it
+    also looks after four fifths of it and at its end. Call it after ``param_groups``, and before DDP and torch.compile.
+    Training is not changed.
     """
     observer = Observer(model, plan, optimizer, steps)
     for caution in observer.cautions:
@@ -257,23 +264,23 @@ class StackedObserver:
             lr, decay, _ = self.stack.tensors.constants[name]
             used = lr * share * self.stack.tensors.rates[name]
             decayed = used * decay * self.stack.decay_change(name)
-            found = layer.after(decayed.view(-1, 1, 1) if self.decouples else 0.0)
-            for number, look in enumerate(looks):
-                row = _row({quantity: found[quantity][number].tolist() for quantity in _MEANS})
-                row |= {LR: float(used[number]), DECAY: float(decayed[number])}
-                row[MOVED] = float(layer.moved[min(number, len(layer.moved) - 1)])
+            sums = layer.after(decayed.view(-1, 1, 1) if self.decouples else 0.0)
+            for model, look in enumerate(looks):
+                row = _sizes({quantity: sums[quantity][model].tolist() for quantity in _MEANS})
+                row |= {LR: float(used[model]), DECAY: float(decayed[model])}
+                row[MOVED] = float(layer.moved[min(model, len(layer.moved) - 1)])
                 for quantity, value in row.items():
                     look.setdefault(quantity, {})[name] = value
         for observation, look in zip(self.observations, looks, strict=True):
             observation.add(step + 1, look)
 
 
-def _row(pairs: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def _sizes(pairs: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """The sizes of a layer at one look, from sums of squares and numbers of entries."""
-    row = {quantity: math.sqrt(total / count) if count else math.nan for quantity, (total, count) in pairs.items()}
-    random = row.pop(_RANDOM)
-    row[ALIGNMENT] = row[DY] / random if random else math.nan
-    return row
+    sizes = {quantity: math.sqrt(total / count) if count else math.nan for quantity, (total, count) in pairs.items()}
+    random = sizes.pop(_RANDOM)
+    sizes[ALIGNMENT] = sizes[DY] / random if random else math.nan
+    return sizes
 
 
 def _per_neuron(plan: Plan, name: str) -> float:

@@ -16,7 +16,7 @@ _MOST_POINTS = 200
 
 
 def trace_document(target: Mapping[str, Any], proxy: Mapping[str, Any] | None = None, *, folder: str = "") -> Document:
-    """The document of a trace and, if given, of its proxy's. Both are the plain values of their JSON."""
+    """The document of a trace, with the proxy's trace for comparison if it is given. Both are plain values, as in JSON."""
     num_layers, num_kinds = len(target["effects"]), len({layer_glob(name) for name in target["effects"]})
     kinds = f" of {num_kinds} kinds" if num_kinds > 1 else ""
     return {

@@ -21,7 +21,7 @@ NUM_TOKENS = 128
 
 
 def some_rows(x: Tensor, num: int = NUM_TOKENS) -> Tensor:
-    """A fixed number of tokens from the whole batch. If it has fewer, tokens are repeated, which leaves means as they are."""
+    """A fixed number of tokens from the whole batch. If the batch has fewer, its tokens are repeated."""
     rows = x.reshape(-1, x.shape[-1])
     if len(rows) < num:
         return rows.repeat(-(-num // max(1, len(rows))), 1)[:num]
@@ -29,8 +29,8 @@ def some_rows(x: Tensor, num: int = NUM_TOKENS) -> Tensor:
 
 
 def spread(num_rows: int, most: int, device: torch.device) -> Tensor:
-    """Up to ``most`` evenly spaced row numbers. The spacing has no factor in common with the number of rows: if it divided the
-    length of a sequence, it would hit the same few positions of each, such as the class token of every image."""
+    """Up to ``most`` evenly spaced row numbers. The spacing has no factor in common with the number of rows. If it divided the
+    length of the sequences, it would hit the same few positions of each sequence, such as the class token of every image."""
     if num_rows <= most:
         return torch.arange(num_rows, device=device)
     step = -(-num_rows // most)
@@ -41,7 +41,7 @@ def spread(num_rows: int, most: int, device: torch.device) -> Tensor:
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Turns off TF32 and autocast, for the small difference of two products."""
+    """A context without TF32 and autocast, because the small difference of two products needs full precision."""
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "ieee"
@@ -53,7 +53,7 @@ def exact() -> Iterator[None]:
 
 
 class Probe:
-    """A probe of the layer of one hidden weight, in one model or in all models of a stack."""
+    """Measures the change of one layer's output by an update, in one model or in all models of a stack."""
 
     inputs: Tensor
     before: Tensor | None = None  # the output before the update, if it was looked at
@@ -65,7 +65,7 @@ class Probe:
         self.before = self.weight.multiply(self.inputs, in_dim=self.in_dim)
 
     def change(self, decayed: float | Tensor) -> Tensor:
-        """The change of the output by the update, without the share ``decayed`` that decoupled weight decay took."""
+        """The change of the output by the update, without weight decay, which removed the share ``decayed`` of the weight."""
         before, self.before = self.before, None
         assert before is not None
         return self.weight.multiply(self.inputs, in_dim=self.in_dim) - (1 - decayed) * before
@@ -82,11 +82,11 @@ class LayerProbe(Probe):
         self.name, self.module = name, weight.module
         self.is_conv = kind_of(self.module).reads == IMAGES
         self.buffer = f"{weight.leaf}_{buffer}"
-        self.reader: weakref.ref[Any] | None = None  # the meter that reads it
+        self.reader: weakref.ref[Any] | None = None  # the meter that reads this probe
         if not self.is_conv:
             self._make(torch.zeros(NUM_TOKENS, plan[name].shape[in_dim], device=local(weight.parameter).device))
         self.output_grad: Tensor | None = None  # gradient of the output for the kept inputs, if gradients are watched
-        self._waits = False  # whether no gradient of the last forward pass has arrived yet
+        self._waits = False  # whether the first gradient of the last forward pass has yet to arrive
         self.hooks = [self.module.register_forward_pre_hook(self._keep, with_kwargs=True)]
 
     def watch_gradient(self) -> None:
@@ -114,7 +114,7 @@ class LayerProbe(Probe):
         if self.is_conv and (getattr(module, self.buffer, None) is None or self.inputs.shape != some.shape):
             self._make(torch.zeros_like(some))
         self.inputs.copy_(some)
-        # not in a backward pass, where checkpointing runs the layer again
+        # In a backward pass, checkpointing runs the layer again, which is no new forward pass.
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() < 0:
             self._waits, self.output_grad = True, None
 
@@ -166,7 +166,7 @@ def refuse_measured(model: nn.Module, buffer: str, what: str) -> None:
 
 
 def remove_copied_probes(model: nn.Module) -> None:
-    """Removes probes that a deepcopy brought along, which no meter reads."""
+    """Removes probes that no meter reads, because they came with a deepcopy."""
     for module, key, probe in _probes(model):
         if probe.reader is None or probe.reader() is None:
             del module._forward_pre_hooks[key]

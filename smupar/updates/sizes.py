@@ -1,5 +1,7 @@
-"""Measures the sizes of a stack's updates, in the quantity that ``Law.size`` names. Each kind looks at the stack before a step,
-and afterwards measures the update of each layer, for each model."""
+"""Measures the sizes of a stack's updates, in the quantity that ``Law.size`` names.
+
+Each class looks at the stack before a step, and measures the update of each layer after it, for each model.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ _ITERATIONS = 8  # of the power method
 
 
 class UpdateSizes:
-    """``look`` is called before a step with the start of a batch, ``size`` after it for each layer, and ``forget`` at its end.
-    ``decayed`` is the share of each model's weight that decoupled decay took."""
+    """Call ``look`` before a step, with the start of a batch. After the step, call ``size`` for each layer, then ``forget``.
+    ``decayed`` is the share of the weight that decoupled decay removed, for each model."""
 
     def __init__(self, stack: Stack, names: Sequence[str], law: Law) -> None:
         self.stack, self.names, self.law = stack, names, law
@@ -59,7 +61,7 @@ class _Effect(UpdateSizes):
             del probe.inputs
 
 
-class _OfWeights(UpdateSizes):
+class _WeightSizes(UpdateSizes):
     def size(self, name: str, decayed: Tensor) -> Tensor:
         square, kept = self.update(name, decayed).square().sum((1, 2)), self.stack.weights[name].num_kept().reshape(-1)
         if self.law.size == TRUST:
@@ -80,7 +82,7 @@ class _Spectral(UpdateSizes):
 
 
 class _Function(UpdateSizes):
-    """One forward pass for each layer, with the weights before the step everywhere else."""
+    """Runs the model once for each layer. Only this layer has its new weights; all others have those before the step."""
 
     def look(self, batch: Sequence[Tensor]) -> None:
         num = max(1, self.law.tokens // batch[0].shape[-1])
@@ -104,7 +106,7 @@ class _Function(UpdateSizes):
 
 def sizes_of(stack: Stack, names: Sequence[str], law: Law) -> UpdateSizes:
     kinds: Mapping[str, Callable[[Stack, Sequence[str], Law], UpdateSizes]] = {
-        EFFECT: _Effect, RMS: _OfWeights, TRUST: _OfWeights, SPECTRAL: _Spectral, FUNCTION: _Function,
+        EFFECT: _Effect, RMS: _WeightSizes, TRUST: _WeightSizes, SPECTRAL: _Spectral, FUNCTION: _Function,
     }  # fmt: skip
     return kinds[law.size](stack, names, law)
 

@@ -1,4 +1,4 @@
-"""Measures and follows updates in a whole stack at once."""
+"""Measures and follows updates in all models of a stack at once."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from smupar.updates.trace import LAW, Trace, TraceReader, averages_after, clampe
 class StackedUpdates:
     """Measures the updates of all models of a stack, and sets the learning rates of models that follow a trace.
 
-    At each step call ``before`` with the first part of its batch, and ``after`` with each model's share of its peak learning
-    rate. Both take the number of the step, from 0 on. All numbers stay on the device until ``traces`` is called.
+    Call ``before`` before each step, with the first part of its batch, and ``after`` after it, with the share of the peak
+    learning rate that each model uses. Both take the number of the step, from 0 on. All numbers stay on the device until
+    ``traces`` is called.
     """
 
     def __init__(
@@ -41,7 +42,9 @@ class StackedUpdates:
         self.planned = {name: torch.tensor([plan[name].lr_factor(family) for plan in plans], device=device) for name in names}
         wanted = [_wanted(trace, names, places, self.period) for trace in traces]
         # (models, measured steps)
-        self.wanted = {name: torch.tensor([own[name] for own in wanted], dtype=torch.float64, device=device) for name in names}
+        self.wanted = {
+            name: torch.tensor([of_model[name] for of_model in wanted], dtype=torch.float64, device=device) for name in names
+        }
         self.averages: dict[str, tuple[Tensor, Tensor]] = {}
         self.effects: list[Tensor] = []
         self.decouples = decouples_decay(stack.kind)
@@ -78,7 +81,7 @@ class StackedUpdates:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The measurements so far, under flat names."""
-        state = {f"averages.{name}.{k}": own for name, pair in self.averages.items() for k, own in enumerate(pair)}
+        state = {f"averages.{name}.{side}": mean for name, pair in self.averages.items() for side, mean in enumerate(pair)}
         return state | ({"effects": torch.stack(self.effects)} if self.effects else {})
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -88,20 +91,18 @@ class StackedUpdates:
         self.effects = list(state["effects"].to(device).unbind()) if "effects" in state else []
 
     def traces(self) -> list[Trace]:
-        every = torch.stack(self.effects).cpu().tolist()  # (steps, models, layers)
+        effects = torch.stack(self.effects).cpu().permute(1, 2, 0).tolist()  # (models, layers, steps)
         shapes = {name: self.stack.weights[name].shape for name in self.names}
-        at = [step for step in range(self.num_steps) if self.law.is_measured(step % self.period)][: len(every)]
+        at = [step for step in range(self.num_steps) if self.law.is_measured(step % self.period)][: len(self.effects)]
         note = "" if self.law.size == EFFECT else self.law.size
         return [
-            Trace(
-                self.num_steps, at, {n: [e[k][i] for e in every] for i, n in enumerate(shapes)}, shapes, self.stack.kind, note
-            )
-            for k in range(len(self.stack))
+            Trace(self.num_steps, list(at), dict(zip(self.names, of_model, strict=True)), shapes, self.stack.kind, note)
+            for of_model in effects
         ]
 
 
 def _wanted(trace: Trace | None, names: Sequence[str], steps: Sequence[int], num_steps: int) -> dict[str, list[float]]:
-    """The effects that a model's updates should have at each measured step; NaN if it follows no trace."""
+    """The effects that a model's updates should have, by layer and measured step; NaN if it follows no trace."""
     if trace is None:
         return {name: [math.nan] * len(steps) for name in names}
     reader = TraceReader(trace, names, num_steps)

@@ -1,4 +1,4 @@
-"""The stored form of a trace, and its checks. This file does not import torch, so pages open quickly."""
+"""The stored form of a trace, and its checks. This file does not import torch, so that pages open quickly."""
 
 from __future__ import annotations
 

@@ -23,14 +23,14 @@ from smupar.updates.page import trace_document
 from smupar.updates.stored import FORMAT, REMEDY, parse_trace
 
 CLAMP = 1e4
-LAW = Law()  # the usual one
+LAW = Law()  # the default
 
 
 @dataclass
 class Trace:
-    """Effects of updates, per hidden weight and measured step.
+    """Effects of updates, by hidden weight and measured step.
 
-    at         steps that were measured, from 0
+    at         the steps that were measured, counted from 0
     effects    RMS of the change of a layer's output by one update, over the base learning rate; not finite if the run diverged
     optimizer  the optimizer of the hidden weights
     """
@@ -72,7 +72,7 @@ class Trace:
         return cls.from_json(read_text(Path(path), remedy=REMEDY), source=str(path))
 
     def effect(self, name: str, step: float) -> float:
-        """The effect on a layer of the trace at a step. Between measured steps its logarithm is interpolated linearly."""
+        """The effect on a layer at a step. Between measured steps the logarithm of the effect is interpolated linearly."""
         values = self.effects[name]
         after = bisect_left(self.at, step)
         if after == 0 or after == len(self.at):
@@ -84,11 +84,11 @@ class Trace:
         return math.exp((1 - share) * math.log(low) + share * math.log(high))
 
     def plot(self, path: str | PathLike[str], proxy: Trace | None = None) -> None:
-        """Draws effects over the run, one panel for each kind of layer, with the proxy's for comparison."""
+        """Draws effects over the run, with a panel for each kind of layer. The proxy's are drawn for comparison, if given."""
         _plot(self, proxy, path)
 
     def to_html(self, path: str | PathLike[str], proxy: Trace | None = None) -> None:
-        """Writes the same charts as a self-contained page."""
+        """Writes the same charts as a page, in one file."""
         target, other = json.loads(self.to_json()), None if proxy is None else json.loads(proxy.to_json())
         write_page(Path(path), trace_document(target, other, folder=str(path)))
 
@@ -124,8 +124,8 @@ class TraceReader:
 
     def effect(self, name: str, step: int) -> float:
         """The effect that an update should have at this step of the target."""
-        there = same_moment(step, self.num_steps, self.trace.num_steps)
-        parts = [(share, self.trace.effect(source, there)) for source, share in self.sources[name]]
+        moment = same_moment(step, self.num_steps, self.trace.num_steps)
+        parts = [(share, self.trace.effect(source, moment)) for source, share in self.sources[name]]
         if any(value <= 0 or not math.isfinite(value) for _, value in parts):
             return math.nan
         return math.exp(sum(share * math.log(value) for share, value in parts))
@@ -134,10 +134,10 @@ class TraceReader:
 def same_moment(step: int, num_steps: int, other_num_steps: int) -> float:
     """The corresponding step in a run of another length.
 
-    Updates have the largest effects in the first steps. That phase has the same number of steps in long and short runs, so the
-    first steps correspond by their number. The last step corresponds to the last, with a smooth curve in between.
+    Updates have the largest effects in the first steps. This phase has the same number of steps in long and short runs, so
+    first steps correspond by their number. The last step corresponds to the last, with a smooth transition in between.
     """
-    step = min(step, num_steps)  # steps after the end count as the last
+    step = min(step, num_steps)  # steps after the end count as the end
     return step / (1 + step * (1 / other_num_steps - 1 / num_steps))
 
 
@@ -175,8 +175,8 @@ def _by_kind(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _sources(number: int, count: int, traced: Sequence[str]) -> list[tuple[str, float]]:
-    """The layers of the trace that correspond to layer ``number`` of ``count``, with their shares: the layer with the same
-    number, or if the depth differs, the layers at the same relative depth."""
+    """The layers of the trace that correspond to layer ``number`` of ``count``, with their shares. This is the layer with the
+    same number or, if the depth differs, the two layers around the same relative depth."""
     if count == len(traced):
         return [(traced[number], 1.0)]
     low, share = divmod(number / max(1, count - 1) * (len(traced) - 1), 1)

@@ -31,9 +31,9 @@ def audit(
     """Compares model and optimizer with the plan. Raises AuditError with every difference. Returns the reminders that are still
     open.
 
-    Call it before the first step. Once training has begun, the std of weights is not checked; ``trained`` says whether it has,
-    and by default the optimizer's state and the guard show it. With ``lr``, the base learning rate is checked too; without it,
-    only ratios between parameters are. ``optimizer`` may be a list.
+    Call it before the first step. Once training has begun, the std of weights is not checked. ``trained`` says whether training
+    has begun; by default the optimizer's state, and the steps that ``guard`` has counted, show it. With ``lr``, the base
+    learning rate is checked too; without it, only ratios between parameters are. ``optimizer`` may be a list.
 
     The audit calls ``guard`` on the optimizers, which then watches schedulers that are made later.
     """
@@ -60,7 +60,7 @@ def differences(
     model, all_optimizers = unwrapped(model), optimizers(optimizer)
     parameters = dict(model.named_parameters())
     if trained is None:
-        trained = any(num_steps(each) for each in all_optimizers)
+        trained = any(num_steps(optimizer) for optimizer in all_optimizers)
     findings = list(_other_parameters(plan, parameters, all_optimizers))
     rows = [row for row in plan if row.name in parameters]
     for row in rows:
@@ -82,10 +82,10 @@ def _other_parameters(
             yield Finding(
                 f"{row.name!r} is not in the model: the plan is for another model, make a new plan", "another model", row.name
             )
-    groups = [group for each in all_optimizers for group in each.param_groups if "lr_factor" not in group]
-    given_a_group = {id(parameter) for group in groups for parameter in group["params"]}
+    own_groups = [group for optimizer in all_optimizers for group in optimizer.param_groups if "lr_factor" not in group]
+    in_own_groups = {id(parameter) for group in own_groups for parameter in group["params"]}
     for name, parameter in parameters.items():
-        if name not in plan and id(parameter) not in given_a_group:
+        if name not in plan and id(parameter) not in in_own_groups:
             yield Finding(
                 f"{name!r} is not in the plan: add it before parameterize, or give it a group with param_groups(extra=[...])",
                 "another model",

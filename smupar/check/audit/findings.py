@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Finding:
-    """One difference, as a line for people, and as data for programs: the cause, the name, and the ratio to the plan."""
+    """One difference from the plan. ``text`` is for people; the other fields are for programs."""
 
     text: str
     cause: str

@@ -23,7 +23,7 @@ def factor_findings(module: nn.Module, path: str, factor: float, row: PlanRow, d
         yield Finding(f"{layer} does not apply its forward factor {factor:.6g}: {remedy}", cause, path)
         return
     applied, tolerance = float(getattr(module, FACTOR)), 1e-6
-    # a larger difference means that .bfloat16() rounded the buffer, or that somebody changed it
+    # A larger difference means that .bfloat16() rounded the buffer, or that other code changed it.
     if math.isclose(applied, factor, rel_tol=tolerance):
         measured = _measured_factor(module)
         applied, tolerance = factor if measured is None else measured, max(1e-3, torch.finfo(dtype).eps)
@@ -58,7 +58,7 @@ def _measured_factor(module: nn.Module) -> float | None:
     training, module.training = module.training, False  # a hook may add noise in training
     try:
         return _probe_lookup(module, weight) if kind.is_lookup else _probe_input(module, weight)
-    except Exception:  # a hook of the user may need a real input; then the buffer is trusted
+    except Exception:  # a hook of the user may need a real input; the buffer's value is then taken as the factor
         return None
     finally:
         module.training = training
@@ -72,7 +72,7 @@ def _probe_lookup(module: nn.Module, weight: Tensor) -> float | None:
 
 
 def _probe_input(module: nn.Module, weight: Tensor) -> float:
-    """The value of an input of 1 after the hooks before the forward pass."""
+    """The factor on a layer's input: what the hooks before the forward pass make of an input of 1."""
     seen: list[Tensor] = []
 
     def stop(_: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -20,10 +20,12 @@ from smupar.plan.plan import Plan, PlanRow
 
 
 @dataclass(frozen=True)
-class _Held:
+class _Audited:
+    """An optimizer, with the rows of the plan for the parameters that it trains."""
+
     optimizer: torch.optim.Optimizer
-    family: str
-    facts: OptimizerFacts  # facts about its family, which users may name for their own optimizer
+    family: str  # for an optimizer that smupar does not know, the family that the user named
+    facts: OptimizerFacts  # of an optimizer of this family
     planned: list[tuple[PlanRow, dict[str, Any]]]  # (row of the plan, group) of each parameter
     is_masked: bool  # whether any parameter is masked
     lr: float | None
@@ -33,12 +35,12 @@ def optimizer_findings(
     model: nn.Module,
     plan: Plan,
     parameters: dict[str, nn.Parameter],
-    all_: list[torch.optim.Optimizer],
+    all_optimizers: list[torch.optim.Optimizer],
     lr: float | None,
 ) -> Iterator[Finding]:
     names = {id(parameter): name for name, parameter in parameters.items()}
     owners: Counter[str] = Counter()
-    for optimizer in all_:
+    for optimizer in all_optimizers:
         owned = [(names[id(p)], group) for group in optimizer.param_groups for p in group["params"] if id(p) in names]
         owners.update(name for name, _ in owned)
         try:
@@ -50,8 +52,8 @@ def optimizer_findings(
         planned = [(plan[name], group) for name, group in owned if name in plan]
         masked = any(weight_of(model, name).is_masked for name, _ in owned)
         for check in (_learning_rates, _unused_decay, _other_options):
-            yield from check(_Held(optimizer, family, facts, planned, masked, lr))
-    if all_:
+            yield from check(_Audited(optimizer, family, facts, planned, masked, lr))
+    if all_optimizers:
         yield from _ownership(parameters, owners)
 
 
@@ -83,15 +85,17 @@ def _ownership(parameters: dict[str, nn.Parameter], owners: Counter[str]) -> Ite
             )
 
 
-def _learning_rates(held: _Held) -> Iterator[Finding]:
-    """The findings of the first check that has any. Later findings would only be its consequences."""
-    yield from next(filter(None, (list(check(held)) for check in (_other_family, _not_hidden, _ratios, _rates))), [])
+def _learning_rates(audited: _Audited) -> Iterator[Finding]:
+    """The findings of the first of four checks that has any. Those of the others would only be consequences."""
+    yield from next(filter(None, (list(check(audited)) for check in (_other_family, _not_hidden, _ratios, _rates))), [])
 
 
-def _other_family(held: _Held) -> Iterator[Finding]:
-    others = [group["family"] for group in held.optimizer.param_groups if group.get("family", held.family) != held.family]
+def _other_family(audited: _Audited) -> Iterator[Finding]:
+    others = [
+        group["family"] for group in audited.optimizer.param_groups if group.get("family", audited.family) != audited.family
+    ]
     if others:
-        name = name_of(held.optimizer)
+        name = name_of(audited.optimizer)
         yield Finding(
             f"the groups were made for the {others[0]} family but given to {name}: "
             f"pass optimizer={name.lower()!r} to param_groups",
@@ -99,43 +103,43 @@ def _other_family(held: _Held) -> Iterator[Finding]:
         )
 
 
-def _not_hidden(held: _Held) -> Iterator[Finding]:
-    if held.facts.hidden_only and any(row.role != "hidden" for row, _ in held.planned):
+def _not_hidden(audited: _Audited) -> Iterator[Finding]:
+    if audited.facts.hidden_only and any(row.role != "hidden" for row, _ in audited.planned):
         yield Finding(
-            f"{held.facts.name} was given parameters that are not hidden weights: use param_groups(..., "
-            f"optimizer={held.facts.name.lower()!r}, only='hidden')",
+            f"{audited.facts.name} was given parameters that are not hidden weights: use param_groups(..., "
+            f"optimizer={audited.facts.name.lower()!r}, only='hidden')",
             "optimizer",
         )
 
 
-def _ratios(held: _Held) -> Iterator[Finding]:
-    if problem := ratio_problem(held.optimizer):
-        scheduled = any("initial_lr" in group for _, group in held.planned)
-        base, wrong = wrong_groups(held.optimizer)
+def _ratios(audited: _Audited) -> Iterator[Finding]:
+    if problem := ratio_problem(audited.optimizer):
+        scheduled = any("initial_lr" in group for _, group in audited.planned)
+        base, wrong = wrong_groups(audited.optimizer)
         ratio = float(wrong[0]["lr"]) / (base * wrong[0]["lr_factor"]) if base else math.nan
         names = " | ".join(group["name"] for group in wrong)
-        members = tuple(row.name for row, group in held.planned if group is wrong[0])
+        members = tuple(row.name for row, group in audited.planned if group is wrong[0])
         yield Finding(problem, "scheduler" if scheduled else "LR", names, ratio, members)
 
 
-def _rates(held: _Held) -> Iterator[Finding]:
-    ours = [(row, group) for row, group in held.planned if "lr_factor" in group]
-    # If some groups come from param_groups, the rates of other groups are the user's choice. A scheduler stores its initial
-    # rate as initial_lr, even while a warm-up holds lr at 0; OneCycleLR stores it as max_lr.
+def _rates(audited: _Audited) -> Iterator[Finding]:
+    ours = [(row, group) for row, group in audited.planned if "lr_factor" in group]
+    # If some groups come from param_groups, the rates of other groups are the user's choice. Schedulers store the rate to
+    # compare as initial_lr, even while a warm-up holds lr at 0; OneCycleLR stores it as max_lr.
     started = [
-        (row.name, row.lr_factor(held.family), float(group.get("max_lr", group.get("initial_lr", group["lr"]))))
-        for row, group in ours or held.planned
+        (row.name, row.lr_factor(audited.family), float(group.get("max_lr", group.get("initial_lr", group["lr"]))))
+        for row, group in ours or audited.planned
     ]
     bases = Counter(float(f"{rate / factor:.5g}") for _, factor, rate in started if rate)
     if not bases:
         return
     flat = [rate for _, factor, rate in started if factor == 1 and rate]
-    base = held.lr if held.lr is not None else flat[0] if flat else bases.most_common(1)[0][0]
+    base = audited.lr if audited.lr is not None else flat[0] if flat else bases.most_common(1)[0][0]
     for name, factor, rate in started:
         if not math.isclose(rate, base * factor, rel_tol=1e-3):
             yield Finding(
                 f"{name!r}: learning rate is {rate:.4g}, the plan says {base * factor:.4g} "
-                f"(base {base:.4g} x {factor:.6g}, {held.family} family); "
+                f"(base {base:.4g} x {factor:.6g}, {audited.family} family); "
                 "build the optimizer from smupar.param_groups(model, plan, lr=...)",
                 "LR",
                 name,
@@ -143,31 +147,33 @@ def _rates(held: _Held) -> Iterator[Finding]:
             )
 
 
-def _unused_decay(held: _Held) -> Iterator[Finding]:
-    """Finds weight decay that was passed to the optimizer itself. It has no effect, since every group has its own."""
-    given = held.optimizer.defaults.get("weight_decay")
-    default = inspect.signature(type(held.optimizer)).parameters.get("weight_decay")
-    ours = [group for group in held.optimizer.param_groups if "lr_factor" in group]
+def _unused_decay(audited: _Audited) -> Iterator[Finding]:
+    """Finds weight decay that was passed to the optimizer itself, where it has no effect, since every group has its own."""
+    given = audited.optimizer.defaults.get("weight_decay")
+    default = inspect.signature(type(audited.optimizer)).parameters.get("weight_decay")
+    ours = [group for group in audited.optimizer.param_groups if "lr_factor" in group]
     if given is None or default is None or given == default.default or not ours:
         return
     used = [decay for group in ours for decay in (group["weight_decay"], group["weight_decay"] * group["lr_factor"])]
     if not any(math.isclose(given, decay, rel_tol=1e-6) for decay in used):
         yield Finding(
-            f"weight_decay={given:g} was given to {name_of(held.optimizer)}, where it has no effect because every group has "
+            f"weight_decay={given:g} was given to {name_of(audited.optimizer)}, where it has no effect because every group has "
             "its own: pass it to param_groups(..., weight_decay=...)",
             "optimizer",
         )
 
 
-def _other_options(held: _Held) -> Iterator[Finding]:
-    if held.is_masked and any(group.get("eps") == 0 for group in held.optimizer.param_groups):
+def _other_options(audited: _Audited) -> Iterator[Finding]:
+    if audited.is_masked and any(group.get("eps") == 0 for group in audited.optimizer.param_groups):
         yield Finding(
             "with an epsilon of 0, the update of a weight off the mask is 0 / 0, which is NaN: leave epsilon at 1e-8",
             "optimizer",
         )
-    if held.facts.hidden_only and any(group.get("adjust_lr_fn") == "match_rms_adamw" for group in held.optimizer.param_groups):
+    if audited.facts.hidden_only and any(
+        group.get("adjust_lr_fn") == "match_rms_adamw" for group in audited.optimizer.param_groups
+    ):
         yield Finding(
-            f"{held.facts.name} with adjust_lr_fn='match_rms_adamw' scales its updates differently from the rule: use the "
+            f"{audited.facts.name} with adjust_lr_fn='match_rms_adamw' scales its updates differently from the rule: use the "
             "default",
             "LR",
         )

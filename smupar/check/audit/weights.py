@@ -15,39 +15,40 @@ from smupar.model.weights import ModelWeight
 from smupar.plan.facts.layers import padding_row
 from smupar.plan.plan import PlanRow
 
-# The sample std of n weights has a relative standard error of 1 / sqrt(2 n). Chance never reaches six standard errors.
+# The std of a sample of n weights has a relative standard error of 1 / sqrt(2 n). A difference of six standard errors is not
+# due to chance.
 _SIGMAS = 6.0
 
 
-def weight_findings(model: nn.Module, kept: ModelWeight, row: PlanRow, *, check_std: bool) -> Iterator[Finding]:
-    weight = kept.full()
-    if tuple(weight.shape) != row.shape:
+def weight_findings(model: nn.Module, weight: ModelWeight, row: PlanRow, *, check_std: bool) -> Iterator[Finding]:
+    values = weight.full()
+    if tuple(values.shape) != row.shape:
         yield Finding(
-            f"{row.name!r} has shape {tuple(weight.shape)}, the plan {row.shape}: make a plan for this model",
+            f"{row.name!r} has shape {tuple(values.shape)}, the plan {row.shape}: make a plan for this model",
             "another model",
             row.name,
         )
         return
-    if row.masked and not kept.is_masked:
+    if row.masked and not weight.is_masked:
         yield Finding(f"{row.name!r} has no mask: call smupar.attach(model, plan)", "mask missing", row.name)
         return
-    if kept.is_masked:  # by the plan, or by a sparsifier
-        yield from _mask(model, kept, weight, row)
-    if not bool(torch.isfinite(weight).all()):
+    if weight.is_masked:  # by the plan, or by a sparsifier
+        yield from _mask(model, weight, values, row)
+    if not bool(torch.isfinite(values).all()):
         yield Finding(
             f"{row.name!r} holds values that are not finite: initialise it (after to_empty: parameterize(reset=True))",
             "init",
             row.name,
         )
     elif check_std and row.init_std is not None:
-        padding = padding_row(kept.module)
+        padding = padding_row(weight.module)
         if padding is not None:
-            weight = torch.cat([weight[:padding], weight[padding + 1 :]])
-        yield from _std(weight[kept.full_mask()] if row.masked else weight.flatten(), row, row.init_std)
+            values = torch.cat([values[:padding], values[padding + 1 :]])
+        yield from _std(values[weight.full_mask()] if row.masked else values.flatten(), row, row.init_std)
 
 
-def _mask(model: nn.Module, kept: ModelWeight, weight: Tensor, row: PlanRow) -> Iterator[Finding]:
-    mask, expected = kept.full_mask(), float(row.density)
+def _mask(model: nn.Module, weight: ModelWeight, values: Tensor, row: PlanRow) -> Iterator[Finding]:
+    mask, expected = weight.full_mask(), float(row.density)
     density = int(torch.count_nonzero(mask)) / mask.numel()
     slack = 0.0 if row.num_kept is not None else _SIGMAS * math.sqrt(expected * (1 - expected) / mask.numel())
     if not masks_move(model) and abs(density - expected) > slack + 1e-12:
@@ -58,7 +59,7 @@ def _mask(model: nn.Module, kept: ModelWeight, weight: Tensor, row: PlanRow) -> 
             row.name,
             density / expected,
         )
-    num_stray = int(torch.count_nonzero(weight.masked_fill(mask, 0)))
+    num_stray = int(torch.count_nonzero(values.masked_fill(mask, 0)))
     if num_stray:
         yield Finding(
             f"{row.name!r}: {num_stray} weights off the mask are not 0; something wrote to them after parameterize, "
@@ -66,7 +67,7 @@ def _mask(model: nn.Module, kept: ModelWeight, weight: Tensor, row: PlanRow) -> 
             "off-mask weights",
             row.name,
         )
-    if kept.parameter.requires_grad and not kept.masks_gradient:
+    if weight.parameter.requires_grad and not weight.masks_gradient:
         yield Finding(
             f"{row.name!r}: its gradient is not masked, the hook is lost; call smupar.attach(model, plan)",
             "off-mask weights",

@@ -1,5 +1,10 @@
 """The coordinate check: do activations, gradients and updates have the same size at every width, density and depth?
 
-``check`` has ``coord_check``. ``measure`` measures sizes, ``verdict`` fits slopes and judges them, ``diagnosis`` names causes
-and remedies, and ``report`` writes the result (text, picture, page, JSON).
+check      ``coord_check``: trains the models of a grid
+grid       the models, at all widths and depths
+measure    the sizes in one run; calls: repeats calls of a layer with other weights
+depth      which layers are compared between models of different depth
+verdict    slopes, thresholds and verdicts
+diagnosis  causes and remedies
+report     the result as text, picture and JSON; page: as a page
 """

@@ -1,8 +1,7 @@
 """Keeps calls of a module, to repeat them with other weights.
 
-``kept_call`` keeps only some rows of the input if the module runs torch's own forward pass, which treats rows independently.
-Any other module (a subclass with its own forward pass, or a module with weights of its own) is called again with all its
-arguments.
+If the module is a layer that smupar knows, or has torch's own forward pass, its rows are independent, and ``kept_call`` keeps
+only some of them. Of any other module, such as a subclass with its own forward pass, it keeps all arguments.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ class SampledCall:
     def __init__(self, module: nn.Module, x: Tensor) -> None:
         self.module, self.kind = module, kind_of(module)
         self.x = self._rows(x.detach())
-        self.items = _items(x)  # the number of sequences, say, whose rows follow each other
+        self.num_items = _num_items(x)
         self.output_grad: Tensor | None = None
 
     def keep_gradient(self, grad: Tensor) -> None:
         self.output_grad = self._rows(grad, output=True)
 
     def _rows(self, values: Tensor, *, output: bool = False) -> Tensor:
-        """Up to MAX_ROWS rows of a layer's input or output. The same rows are taken from both."""
+        """Up to MAX_ROWS rows, or MAX_IMAGES images, of a layer's input or output: the same ones of both."""
         if self.kind.reads == IMAGES:
             batched = values.ndim == self.module.weight.ndim  # a single image has no batch dimension
             return values[:MAX_IMAGES].clone() if batched else values.clone()
@@ -57,8 +56,8 @@ class SampledCall:
         """The change of the layer's output by the update of its weight."""
         x = self.x if self.kind.is_lookup else self.x.to(parameter.dtype)
         if self.output_grad is not None and self.kind.reads != IMAGES:
-            # An update consists of the rows that the loss depends on. On other rows, such as padding, it acts like a random
-            # matrix, whose effect falls with the width under every rule.
+            # Only rows on which the loss depends contribute to an update. On other rows, such as padding, the update acts like
+            # a random matrix, whose effect falls with the width under every rule.
             used = self.output_grad.ne(0).any(-1)
             x = x[used] if used.any() else x
             effect = self.kind.effect(self.module, parameter, parameter.detach() - before, x)
@@ -68,31 +67,32 @@ class SampledCall:
         return effect * _factor(self.module) if self.kind.is_lookup else effect
 
     def _without_shifts(self, effect: Tensor, used: Tensor) -> Tensor:
-        """The effect less what the rows of one item share, if the loss does not depend on it. A vector that is added to all
-        keys of a sequence changes no attention, so the gradients of its rows add up to zero. What they share is no signal in
-        the update, and a sign of it falls with the width.
+        """The effect, minus its mean over the rows of each item if the loss does not depend on this mean.
 
-        used   which of the call's rows the effect has
+        For example, adding one vector to all keys of a sequence changes no attention, so the gradients of these rows sum to
+        zero. The update then has no signal in their mean; what chance leaves there falls with the width. ``used`` marks the
+        rows of the call that ``effect`` has.
         """
         assert self.output_grad is not None
         grad = self.output_grad.double()
         if len(effect) < 2 or len(effect) != int(used.sum()):
             return effect
-        for number in dict.fromkeys((self.items, 1)):
-            if len(grad) % number or len(grad) == number:
+        for num_items in dict.fromkeys((self.num_items, 1)):
+            if len(grad) % num_items or len(grad) == num_items:
                 continue
-            item = torch.arange(number, device=grad.device).repeat_interleave(len(grad) // number)
-            sums = grad.new_zeros(number, grad.shape[-1]).index_add(0, item, grad)
+            item_of_row = torch.arange(num_items, device=grad.device).repeat_interleave(len(grad) // num_items)
+            sums = grad.new_zeros(num_items, grad.shape[-1]).index_add(0, item_of_row, grad)
             if sums.norm() < 1e-4 * grad.norm():
-                of_row = item[used]
-                counts = torch.bincount(of_row, minlength=number).clamp(min=1).to(effect)
-                means = effect.new_zeros(number, effect.shape[-1]).index_add(0, of_row, effect) / counts[:, None]
-                return effect - means[of_row]
+                item_of_used = item_of_row[used]
+                counts = torch.bincount(item_of_used, minlength=num_items).clamp(min=1).to(effect)
+                means = effect.new_zeros(num_items, effect.shape[-1]).index_add(0, item_of_used, effect) / counts[:, None]
+                return effect - means[item_of_used]
         return effect
 
 
-def _items(x: Tensor) -> int:
-    """The number of items of a batch, whose rows follow each other; 1 where rows are sampled, or are the items themselves."""
+def _num_items(x: Tensor) -> int:
+    """The number of items in a batch, such as sequences, each of adjacent rows; 1 if only some rows are kept, or if each row is
+    an item."""
     rows = math.prod(x.shape[:-1])
     return x.shape[0] if x.ndim > 2 and rows <= MAX_ROWS else 1
 
@@ -121,15 +121,15 @@ class WholeCall:
 
     @torch.no_grad()
     def effect(self, parameter: nn.Parameter, before: Tensor) -> Tensor | None:
-        """The change of the module's output by the update of one parameter. None if the call cannot be repeated: it fails, or
-        gives another output for the same weights, for instance because it writes into a cache."""
+        """The change of the module's output by the update of one parameter. None if the call cannot be repeated, because it
+        fails, or because the same weights give another output, for instance when the module writes into a cache."""
         try:
             after, again = self._output(), self._output()
-            now, parameter.data = parameter.data, before
+            updated, parameter.data = parameter.data, before
             try:
                 output = self._output()
             finally:
-                parameter.data = now
+                parameter.data = updated
         except (RuntimeError, IndexError, TypeError, ValueError):
             return None
         if after.shape != again.shape or not torch.equal(after, again):
@@ -159,7 +159,7 @@ def kept_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """The first tensor among a module's arguments or outputs, without scalars such as the loss."""
+    """The first tensor among a module's arguments or outputs that is not a scalar, such as the loss."""
     if isinstance(value, Tensor):
         return value if value.ndim else None
     if hasattr(value, "logits"):
@@ -189,7 +189,8 @@ def _copied(value: Any) -> Any:
 
 @contextmanager
 def undisturbed(module: nn.Module) -> Iterator[None]:
-    """Draws the same random numbers each time, and restores buffers such as running statistics."""
+    """A context in which a module draws the same random numbers each time. Afterwards buffers, such as running statistics, are
+    restored."""
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -67,60 +67,62 @@ def coord_check(
     sparsifier: Callable[[nn.Module, Plan, Any], Any] | None = None,
     **settings: Unpack[Settings],
 ) -> Report:
-    """Trains a few steps at every width, density and depth, and judges whether activations, gradients and updates stay equal.
+    """Trains a few steps at every width, density and depth, and judges whether activations, gradients and updates keep their
+    size.
 
     make_model    width -> model; models may differ only in their width. With depths: (width, depth) -> model
     loss_fn       (model, batch) -> scalar loss
     batches       at least ``steps`` batches; every run gets the same ones
-    rules         rules to compare; beside other rules, SP and muP are baselines that do not count for ``report.ok``
-    widths        default the base width; there must be at least two widths, densities or depths
-    depths        numbers of residual blocks; base_depth is the smallest of them unless given. Blocks are compared at the same
-                  relative depth, after the plan's own factors are divided out
+    rules         rules to compare. If there are other rules, SP and muP are baselines, which do not count for ``report.ok``
+    widths        the base width by default. There must be at least two widths, densities or depths
+    depths        numbers of residual blocks; base_depth is the smallest of them by default. Blocks are compared at the same
+                  relative depth, after the plan's factors for the depth are divided out
     lr            base learning rate, or one for each rule
     optimizer     a class that takes ``param_groups``, or a function (model, plan) -> optimizer or list of optimizers
-    prepare       function (model, plan) that sets what only you can set, such as the attention scale
+    prepare       function (model, plan) that sets what smupar cannot set, such as an attention scale that it does not find
     scheduler     optimizer -> scheduler; its step() is called after each step
     allocation    density -> what ``parameterize`` takes as density, such as smupar.erk
-    horizon       train this many steps instead of ``steps``, and report from which step on updates drift
+    horizon       trains this many steps instead of ``steps``, and reports from which step on updates drift
     sparsifier    with horizon: (model, plan, optimizers) -> sparsifier for the sparse models, such as RigL
     settings      settings of ``parameterize``
     """
     training = _Training(loss_fn, optimizer, lr, weight_decay, scheduler, prepare, allocation, settings, sparsifier)
-    kind, steps = _kind_of_run(horizon, training), steps if horizon is None else horizon
+    run_class, steps = _run_class(horizon, training), steps if horizon is None else horizon
     rule_list = (rules,) if isinstance(rules, str) else tuple(rules)
     training.check(rule_list, densities)
-    seed_list, taken = _seeds_and_batches(seeds, steps, batches)
+    seed_list, batch_list = _seeds_and_batches(seeds, steps, batches)
     with torch.random.fork_rng():
         grid = Grid(make_model, int(base_width), widths, densities, depths, base_depth)
     axes = product(rule_list, grid.widths, grid.densities, grid.depths, seed_list)
     cells = [Cell(rule, width, density, seed, depth=depth) for rule, width, density, depth, seed in axes]
-    runs = [kind(cell, grid, training) for cell in cells]
-    _carry_out(runs, taken, shows=progress)
+    runs = [run_class(cell, grid, training) for cell in cells]
+    _carry_out(runs, batch_list, shows=progress)
     readings = [reading for run in runs for reading in run.readings]
     refuse(
         not any(reading.quantity in JUDGED for reading in readings),
         "nothing could be measured: none of the model's layers is called as a module and returns a tensor",
     )
-    return kind.report(runs, readings)
+    return run_class.report(runs, readings)
 
 
 def _seeds_and_batches(seeds: int | Sequence[int], steps: int, batches: Iterable[Any]) -> tuple[tuple[int, ...], list[Any]]:
     """The seeds as numbers, and a batch for each step."""
     seed_list = tuple(range(int(seeds))) if isinstance(seeds, SupportsIndex) else tuple(int(seed) for seed in seeds)
     refuse(not seed_list or steps < 1, f"steps and seeds must be at least 1, got steps={steps}, seeds={seeds!r}")
-    taken = list(islice(batches, steps))
+    batch_list = list(islice(batches, steps))
     refuse(
-        len(taken) < steps,
-        f"batches ran out: {steps} steps need as many batches, but there are {len(taken)}; pass more batches, or fewer steps",
+        len(batch_list) < steps,
+        f"batches ran out: {steps} steps need as many batches, but there are {len(batch_list)}; pass more batches, or fewer "
+        "steps",
     )
-    return seed_list, taken
+    return seed_list, batch_list
 
 
-def _kind_of_run(horizon: int | None, training: _Training) -> type[GridRun]:
+def _run_class(horizon: int | None, training: _Training) -> type[GridRun]:
     if horizon is None:
         refuse(training.sparsifier is not None, "sparsifier= is for a check over a whole run: pass horizon= too")
         return GridRun
-    from smupar.check.whole_run.run import LongRun  # imported here, since LongRun is a GridRun
+    from smupar.check.whole_run.run import LongRun  # imported here, because it inherits from GridRun
 
     return LongRun
 
@@ -136,7 +138,7 @@ def faults_and_plans(
 
 @dataclass(frozen=True)
 class _Training:
-    """The settings that make and train every model of the grid."""
+    """The settings with which every model of the grid is made and trained."""
 
     loss_fn: Callable[[nn.Module, Any], Tensor]
     optimizer: MakeOptimizer
@@ -186,13 +188,15 @@ def _carry_out(runs: Sequence[GridRun], batches: list[Any], *, shows: bool) -> N
 
 
 class GridRun:
+    """One run of the grid: makes its model, trains it, and measures sizes at every step."""
+
     def __init__(self, cell: Cell, grid: Grid, training: _Training) -> None:
         self.cell, self.grid, self.training = cell, grid, training
         self.faults: list[Finding] = []
 
     def carry_out(self, batches: list[Any]) -> None:
         with torch.random.fork_rng(), warnings.catch_warnings():
-            warnings.simplefilter("ignore", PlanWarning)  # the report shows these warnings once
+            warnings.simplefilter("ignore", PlanWarning)  # the report says the same, and only once
             warnings.simplefilter("ignore", LRRatioWarning)
             torch.manual_seed(self.cell.seed)
             self.build()
@@ -224,7 +228,8 @@ class GridRun:
         if training.prepare is not None:
             training.prepare(self.model, self.plan)
         self.optimizers = training.optimizers(self.model, self.plan)
-        self.schedulers = [training.scheduler(each) for each in self.optimizers] if training.scheduler is not None else []
+        make_scheduler = training.scheduler
+        self.schedulers = [] if make_scheduler is None else [make_scheduler(optimizer) for optimizer in self.optimizers]
         self.faults += differences(self.model, self.plan, self.optimizers)
         self.faults += [Finding(text, name.replace("_", " ")) for name, text in unsettled(self.model, self.plan).items()]
         self.faults += [
@@ -255,7 +260,7 @@ class GridRun:
         self.recorder.close()
         known_faults = {(finding.cause, finding.name) for finding in self.faults}
         after = differences(self.model, self.plan, self.optimizers, trained=True)
-        if not self.recorder.moved():
+        if not self.recorder.saw_updates():
             after.append(Finding("no update changed the output of any layer: is the learning rate 0?", "no updates"))
         self.faults += [
             Finding("its update was not measured; use register_layer, or put it into a module of its own", "unmeasured", name)
@@ -269,12 +274,13 @@ class GridRun:
         ]
 
     def layers(self, batch: Any) -> Layers:
-        """The layers to measure. If the check varies the depth, these are the ones that correspond to a layer of the base."""
+        """The layers to measure. If the check varies the depth, these are one layer for each layer of the base."""
         if self.cell.depth is None:
             return SAME_DEPTH
         layers = layers_of(self.model, self.grid.base, self.plan, partial(self.training.loss_fn, self.model, copy(batch)))
-        text = "is in no branch that is divided"
-        self.faults += [Finding(f"{path!r} {text}", "branch missing", path) for path in layers.beside]
+        self.faults += [
+            Finding(f"{path!r} is in no branch that is divided", "branch missing", path) for path in layers.undivided
+        ]
         return layers
 
     def _probe(self, batch: Any) -> None:
@@ -316,7 +322,7 @@ class GridRun:
 
 
 def _decay_faults(all_optimizers: list[torch.optim.Optimizer]) -> Iterator[Finding]:
-    """Finds groups that decay faster or slower than the embedding, because their decay is coupled to the learning rate."""
+    """Finds groups whose weights decay faster or slower than the embedding, because decay is coupled to the learning rate."""
     for optimizer in all_optimizers:
         groups = [group for group in optimizer.param_groups if "lr_factor" in group and group.get("weight_decay")]
         usual = next((group["weight_decay"] for group in groups if group["lr_factor"] == 1), None)

@@ -1,10 +1,10 @@
 """Models that differ in depth: which of their layers are compared, and how a depth rule changes sizes there.
 
-Several blocks may correspond to one block of the base. The output of the last one is measured, because it ends at the same
-relative depth in every model and contains, through the residual stream, what the others did. The gradient of the input is that
-of the first one, which begins at the same relative depth. The layers inside are measured in the middle block, which is typical
-of them all. A depth rule divides residual branches, and with them the gradients inside. The plan's own factors are divided out
-of these sizes, so that they should be flat.
+Several blocks may correspond to one block of the base. Of these, the output of the last block is measured, because it ends at
+the same relative depth in every model and contains, through the residual stream, what the other blocks added. The gradient of
+the input is measured at the first block, which begins at the same relative depth. Layers inside blocks are measured in the
+middle block, which is typical of all. A depth rule divides residual branches, and with them the gradients inside. These factors
+are divided out of the measured sizes, which should then be equal at every depth.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ from smupar.rules import depth_factor, get_depth_rule
 class Layers:
     """The layers of a model to measure, and the factors that the plan puts on their sizes."""
 
-    # module path -> name in the base, of modules to measure; None: every module, under its own name
+    # path of each module to measure -> its name in the base; None measures every module, under its own name
     places: dict[str, str] | None = None
     blocks: frozenset[str] = frozenset()  # blocks in lists, whose outputs are the residual stream
-    firsts: dict[str, str] = field(default_factory=dict)  # first of several blocks -> the last, whose input gradient it shows
+    # path of the first of several blocks -> path of the last; the input gradient of the first counts as that of the last
+    firsts: dict[str, str] = field(default_factory=dict)
+    # path -> factor of the plan, see the methods of the same name
     outputs: dict[str, float] = field(default_factory=dict)
     gradients: dict[str, float] = field(default_factory=dict)
     effects: dict[str, float] = field(default_factory=dict)
-    beside: tuple[str, ...] = ()  # layers in blocks whose output reaches the loss without passing a divided branch
+    undivided: tuple[str, ...] = ()  # layers in blocks whose output reaches the loss without passing a divided branch
 
     def is_measured(self, path: str) -> bool:
         return self.places is None or path in self.places
@@ -57,11 +59,11 @@ class Layers:
         return f"{self.places[owner]}.{leaf}".lstrip(".")
 
     def output(self, path: str) -> float:
-        """The plan's factor that is already in an output."""
+        """The factor of the plan in a module's output."""
         return self.outputs.get(path, 1.0)
 
     def gradient(self, path: str) -> float:
-        """The plan's factor in the gradient of a module's input."""
+        """The factor of the plan in the gradient of a module's input."""
         return self.gradients.get(path, 1.0)
 
     def effect(self, path: str) -> float:
@@ -73,16 +75,17 @@ SAME_DEPTH = Layers()
 
 
 def layers_of(model: nn.Module, base: nn.Module, plan: Plan, loss: Callable[[], Tensor]) -> Layers:
-    """Compares a model with its base. ``loss`` runs the model once, to see which modules are inside residual branches."""
-    found, rule = correspond(model, base), get_depth_rule(plan.depth)
+    """The layers that correspond to layers of the base. ``loss`` runs the model once, to see which modules are inside residual
+    branches."""
+    matches, rule = correspond(model, base), get_depth_rule(plan.depth)
     modules = dict(model.named_modules())
     blocks = _blocks_of_lists(modules)
     groups: dict[str, list[str]] = {}
     for path in modules:
-        if path in found.modules:
-            groups.setdefault(found.modules[path], []).append(path)
-    scaled = {path: found.m_depth(path) for path in modules if found.m_depth(path) != 1}
-    reached, inside, divided = _branches(model, plan, loss) if plan.branches else (set[str](), set[str](), set[str]())
+        if path in matches.modules:
+            groups.setdefault(matches.modules[path], []).append(path)
+    scaled = {path: matches.m_depth(path) for path in modules if matches.m_depth(path) != 1}
+    outside, inside, divided = _branches(model, plan, loss) if plan.branches else (set[str](), set[str](), set[str]())
     layers = {parent_path(row.name) for row in plan if row.role == "hidden"}
     return Layers(
         places={paths[-1] if paths[-1] in blocks else paths[(len(paths) - 1) // 2]: place for place, paths in groups.items()},
@@ -91,22 +94,24 @@ def layers_of(model: nn.Module, base: nn.Module, plan: Plan, loss: Callable[[], 
         outputs={path: depth_factor(scaled[path], rule.branch) for path in divided & scaled.keys()},
         gradients={path: depth_factor(scaled[path], rule.branch) for path in inside & scaled.keys()},
         effects={} if rule.alpha is None else {path: depth_factor(m, rule.alpha - 1) for path, m in scaled.items()},
-        beside=tuple(path for path in scaled if path in layers and path in reached),
+        undivided=tuple(path for path in scaled if path in layers and path in outside),
     )
 
 
 def _blocks_of_lists(modules: dict[str, nn.Module]) -> frozenset[str]:
-    """The blocks of all lists, also of those as long as in the base, since a place has to be measured at every depth."""
+    """The blocks of all lists. Lists that are as long as in the base count too, since a place has to be measured at every
+    depth."""
     lists = [path for path, module in modules.items() if all(name.isdigit() for name, _ in module.named_children())]
     blocks = (f"{path}.{name}".lstrip(".") for path in lists for name, _ in modules[path].named_children())
     return frozenset(path for path in blocks if any(True for _ in modules[path].children()))
 
 
 def _branches(model: nn.Module, plan: Plan, loss: Callable[[], Tensor]) -> tuple[set[str], set[str], set[str]]:
-    """Three sets of modules: outside residual branches, inside, and with an output that has already been divided.
+    """(modules outside residual branches, modules inside, modules whose output has already been divided).
 
-    The outputs of all branches are detached. A module is inside a branch if then no gradient reaches it. Its output has been
-    divided if it then depends on no trained parameter."""
+    To find them, the outputs of all branches are detached. After that, a module is inside a branch if no gradient reaches it,
+    and its output has been divided if it depends on no trained parameter.
+    """
     reached: set[str] = set()
     called: set[str] = set()
     divided: set[str] = set()
@@ -121,7 +126,7 @@ def _branches(model: nn.Module, plan: Plan, loss: Callable[[], Tensor]) -> tuple
         else:
             divided.add(path)
 
-    with undisturbed(model), _hooks(model, plan, watch):
+    with undisturbed(model), _branches_detached(model, plan, watch):
         value = loss()
         if value.requires_grad:
             value.backward()
@@ -130,7 +135,8 @@ def _branches(model: nn.Module, plan: Plan, loss: Callable[[], Tensor]) -> tuple
 
 
 @contextmanager
-def _hooks(model: nn.Module, plan: Plan, watch: Callable[[str, object], None]) -> Iterator[None]:
+def _branches_detached(model: nn.Module, plan: Plan, watch: Callable[[str, object], None]) -> Iterator[None]:
+    """A context that detaches the outputs of branches, and passes the output of every module to ``watch``."""
     ends = {path for path, _ in plan.branches}
     handles = []
     for path, module in model.named_modules():
@@ -145,7 +151,7 @@ def _hooks(model: nn.Module, plan: Plan, watch: Callable[[str, object], None]) -
 
 
 def _detached(output: object) -> object:
-    """The output of a branch, detached; attention may return a tuple with its output first."""
+    """The output of a branch, detached. Attention may return a tuple, whose first item is the output."""
     if isinstance(output, tuple):
         return (_detached(output[0]), *output[1:])
     return output.detach() if isinstance(output, torch.Tensor) else output

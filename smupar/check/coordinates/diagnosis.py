@@ -1,10 +1,11 @@
 """Diagnoses a failed check: which layers, which quantity, from which step on, in which direction, the cause and the remedy.
 
-Findings of the audit come first, since they name the cause. Without such findings, the slopes suggest a cause.
+Findings of the audit name the cause. Without such findings, the slopes suggest one.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -38,9 +39,9 @@ REMEDIES = {
     "masks move": "masks move until the end: stop moving them in the last quarter of it (stop=)",
     "masks moved": "masks moved, and the rule assumes random masks: follow measured updates, or lower the learning rate",
     "schedule": "the learning rate ends too high: let it decrease to a tenth of its peak, or to zero",
-    "few weights": "the learning rate is too large for few weights per neuron: lower it, keep more weights, or try "
+    "few weights": "the learning rate is too large for so few weights per neuron: lower it, keep more weights, or try "
     "rule='smupar-aligned'",
-    "thin": "weights per neuron too small for the rule: use a higher density or a wider model",
+    "thin": "too few weights per neuron for the rule: use a higher density or a wider model",
     "optimizer": "the optimizer does not hold what the plan expects: build it from smupar.param_groups",
     "another model": "the model is not the one that was planned: add nothing after parameterize",
     "diverged": "training diverged: lower the learning rate",
@@ -74,7 +75,7 @@ class Diagnosis:
 
     @property
     def is_caution(self) -> bool:
-        """Whether this is only a note, with which a check of flat sizes still passes."""
+        """Whether this is only a note: a check whose sizes are flat still passes."""
         return self.cause in ("decay", "thin", "unmeasured", "uncalled", "branch missing")
 
     def __str__(self) -> str:
@@ -136,14 +137,14 @@ def _from_slopes(rule: str, failing: list[Slope], plans: Collection[Plan]) -> li
 
 
 def folded(slopes: Iterable[Slope]) -> list[str]:
-    """The places of slopes, where equal places in several blocks count once."""
+    """The places of slopes. The same place in several blocks is listed once, as a glob."""
     places = dict.fromkeys(slope.place for slope in slopes)
     globs = {place: layer_glob(place) for place in places}
     return list(dict.fromkeys((globs[place] if globs[place].strip("*.") else place) or "logits" for place in places))
 
 
 def _cause(rule: str, axis: str, failing: list[Slope], plans: Collection[Plan]) -> str:
-    """The likely cause if sizes fail although the audit found nothing."""
+    """The likely cause if sizes are not flat although the audit found nothing."""
     if axis == "depth":
         return _cause_over_depth(failing, plans)
     has_readout = any(len(row.forward) > 1 or row.role == "unembedding" for plan in plans for row in plan)
@@ -151,7 +152,7 @@ def _cause(rule: str, axis: str, failing: list[Slope], plans: Collection[Plan]) 
     if not (power.m_rho if axis == "density" else power.m_in):
         return "rule"
     first = [slope for slope in failing if slope.step == 1]
-    # If the model computes logits itself, without their factor, every gradient is off by one power of the width from step 1 on.
+    # If the model computes logits without their forward factor, every gradient is off by one power of the width from step 1 on.
     if axis == "width" and not has_readout and any(slope.quantity == GRAD_X or slope.role == "logits" for slope in first):
         return "output factor"
     return "elsewhere"
@@ -177,7 +178,7 @@ def _evidence(failing: list[Slope]) -> str:
     others = {slope.quantity for slope in failing} - {first.quantity}
     return (
         f"{first.quantity} of {first.place or 'the logits'} {towards} {since} (slope {first.slope:+.2f}"
-        + (f" +- {first.ci:.2f}" if first.ci == first.ci else "")
+        + ("" if math.isnan(first.ci) else f" +- {first.ci:.2f}")
         + f" at {first.where})"
         + (f"; also {', '.join(sorted(others))}" if others else "")
     )

@@ -1,4 +1,4 @@
-"""The models that a check compares, at all widths and depths. They are checked before anything runs."""
+"""The models that a check compares, at all widths and depths. Their shapes are checked before anything runs."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class Grid:
         self.depths: tuple[int | None, ...] = tuple(dict.fromkeys(depths)) or (None,)
         self.base = self._on_meta(base_width)
         other = next((width for width in widths if width != base_width), 2 * base_width)
-        # All widths share one delta, so that an example's forward pass runs only once.
+        # All plans of the grid share one ``delta`` (see ``make_plan``), so that the forward pass of an example runs only once.
         self.delta = self._on_meta(other)
         self.growth = _growth(self.base, self.delta)
-        self._refuse_twins((*widths, other))
+        self._refuse_equal_shapes((*widths, other))
 
     def make(self, width: int, depth: int | None) -> nn.Module:
         return self.make_model(width) if depth is None else self.make_model(width, depth)
@@ -76,20 +76,21 @@ class Grid:
         except Exception:  # the constructor may need values; if it is broken, the next line raises the error
             return self.make(width, depth)
 
-    def _refuse_twins(self, widths: Sequence[int]) -> None:
+    def _refuse_equal_shapes(self, widths: Sequence[int]) -> None:
         """Refuses a ``make_model`` that ignores its arguments."""
-        seen = {str(_shapes(self.base)): self.base_width}
+        first_width = {str(_shapes(self.base)): self.base_width}
         for width in dict.fromkeys(widths):
-            twin = seen.setdefault(str(_shapes(self._on_meta(width))), width)
+            first = first_width.setdefault(str(_shapes(self._on_meta(width))), width)
             refuse(
-                twin != width, f"make_model({width}) and make_model({twin}) have the same shapes: make_model must use its width"
+                first != width,
+                f"make_model({width}) and make_model({first}) have the same shapes: make_model must use its width",
             )
-        deep: dict[str, int | None] = {}
+        first_depth: dict[str, int | None] = {}
         for depth in self.depths if self.base_depth is not None else ():
-            twin_depth = deep.setdefault(str(_shapes(self._built(self.base_width, depth))), depth)
+            same = first_depth.setdefault(str(_shapes(self._built(self.base_width, depth))), depth)
             refuse(
-                twin_depth != depth,
-                f"make_model({self.base_width}, {depth}) and make_model({self.base_width}, {twin_depth}) have the same shapes: "
+                same != depth,
+                f"make_model({self.base_width}, {depth}) and make_model({self.base_width}, {same}) have the same shapes: "
                 "make_model must use its depth",
             )
 

@@ -30,7 +30,8 @@ JUDGED = (Y, GRAD_X, DY)
 AXES = ("width", "density", "depth")
 # Roles of hidden weights whose outputs scale more than their inputs, and the reverse, because one side has a fixed part.
 WIDENING, NARROWING, ROUTER = "hidden, widening", "hidden, narrowing", "router"
-# inputs and outputs grow unevenly from this ratio on; below it, gradient slopes over two octaves differ by at most 1/8
+# Inputs and outputs grow unevenly if their growth differs by this factor. Below it, a gradient's slope over two octaves is off
+# by at most 1/8.
 UNEVEN = math.sqrt(2)
 Growth = Mapping[str, Sequence[float]]  # parameter name -> how many times larger each dimension is at another width of the grid
 
@@ -98,8 +99,8 @@ class SizeRecorder:
         parts = _parts(plan, {name for name, _ in layers.values()})
         self.parts = {name: path for name, path in parts.items() if depth.is_measured(path)}
         self.gradient_factor = plan.output_factor
-        self.inner: set[str] = set()  # readouts inside the network
-        self.ends: list[str] = []  # hidden layers of fixed output size that make the outputs
+        self.inner: set[str] = set()  # readouts that other layers follow
+        self.ends: list[str] = []  # the last layers, if they are hidden weights with outputs of fixed size
         self.sizes: list[tuple[int, str, str, Tensor, Tensor, int]] = []
         self.step = 0
         self._calls: dict[str, SampledCall | WholeCall] = {}
@@ -108,7 +109,7 @@ class SizeRecorder:
         self._called: dict[str, None] = {}  # paths in the order of their calls in the first pass
         self._probing = self._repeating = False
         watched = {*self.layers, *self.blocks, *(path for row in plan if _is_matrix(row) for path in _ancestors(row.name))}
-        # A layer's output is measured before its queries are scaled, since they may be only a part of it.
+        # The queries may be only a part of a layer's output, so the output is measured before they are scaled.
         self._handles = [
             modules[path].register_forward_hook(
                 partial(self._after_forward, path), with_kwargs=True, prepend=hasattr(modules[path], QUERY_FACTOR)
@@ -138,16 +139,16 @@ class SizeRecorder:
         if path not in self.layers and path in self.parts.values() and y.requires_grad and path not in self._calls:
             self._keep_call(path, WholeCall(module, args, kwargs), y)
 
-    def _watch(self, path: str, module: nn.Module, given: tuple[tuple[Any, ...], dict[str, Any]], y: Tensor) -> None:
+    def _watch(self, path: str, module: nn.Module, arguments: tuple[tuple[Any, ...], dict[str, Any]], y: Tensor) -> None:
         if self.depth.shows_output(path) and self._is_first(path, Y):
             self._note(path, Y, y.detach() / self.depth.output(path))
             if path in self.blocks and y.shape[-1:] in self._readouts_in(path):
                 self.blocks[path] = "logits"
         if not y.requires_grad or not self.depth.shows_gradient(path) or not self._is_first(path, GRAD_X):
             return
-        x = first_tensor((*given[0], *given[1].values()))
+        x = first_tensor((*arguments[0], *arguments[1].values()))
         if path in self.layers:
-            if (call := kept_call(module, *given)) is not None:
+            if (call := kept_call(module, *arguments)) is not None:
                 self._keep_call(path, call, y)
         elif x is not None and x.is_floating_point() and x.requires_grad:
             expected = self.gradient_factor * self.depth.gradient(path)
@@ -165,8 +166,8 @@ class SizeRecorder:
         return True
 
     def _readouts_in(self, block: str) -> list[tuple[int, ...]]:
-        """The output sizes of the readouts inside a block. A block whose own output has such a size is a head, which makes
-        logits; a block that contains a router is not a head."""
+        """The output sizes of the readouts inside a block. A block whose own output has one of these sizes is a head, which
+        makes logits; a block that only contains a router is not a head."""
         inside = [path for path, (_, role) in self.layers.items() if role == "unembedding" and path.startswith(f"{block}.")]
         names = [self.layers[path][0] for path in inside]
         return [
@@ -207,8 +208,8 @@ class SizeRecorder:
             self._read_order()
 
     def _find_users(self) -> None:
-        """Finds, for each matrix that is not measured as a layer, the innermost module around it that is called. The weight of
-        a layer that is never called, because the model uses the weight directly, counts as such a matrix."""
+        """Finds the innermost module that is called around each matrix that is not the weight of a layer. If a layer is never
+        called, because the model uses its weight directly, the weight counts as such a matrix."""
         called = {name for path, (name, _) in self.layers.items() if path in self._called}
         uncalled = [name for name, _ in self.layers.values() if name not in called]
         users = {name: next(filter(self._called.__contains__, _ancestors(name)), None) for name in (*self.parts, *uncalled)}
@@ -217,12 +218,14 @@ class SizeRecorder:
     def _read_order(self) -> None:
         """Finds out how gradients depend on the width, from the order of the layers.
 
-        Usually the readout is the last layer. Gradients of the logits do not depend on the width, and all others have passed
-        the readout, with its factor 1/m_d. If instead the last layer is a hidden weight from n inputs to a fixed number of
-        outputs, as in CLIP's projection or ELECTRA's head, its init variance is 1/n, so gradients of its inputs, and all
-        others, fall as 1/sqrt(n) and are proportional to the gradient that arrives at its outputs. A norm after it makes that
-        gradient inversely proportional to the size of the outputs. This size is judged on its own, so the gradient that
-        arrives is divided out. A readout that other layers follow, such as a router, makes no logits.
+        Usually the readout is the last layer. Gradients of the logits do not depend on the width, and all other gradients have
+        passed the readout, with its factor 1/m_d. A readout that other layers follow, such as a router, makes no logits.
+
+        The last layer may instead be a hidden weight from n inputs to a fixed number of outputs, as in CLIP's projection or
+        ELECTRA's head. Its init variance is 1/n, so the gradients of its inputs, and of all layers before it, fall as
+        1/sqrt(n). They are also proportional to the gradient that arrives at its outputs. If a norm follows, that gradient is
+        inversely proportional to the size of the outputs. This size is judged separately, so the arriving gradient is divided
+        out.
         """
         called = [path for path in self._called if path in self.layers]
         roles = [self.layers[path][1] for path in called]
@@ -260,12 +263,12 @@ class SizeRecorder:
     def _expected(self, path: str, row: PlanRow, role: str, output_grad: Tensor | None) -> float:
         """The size to which the gradient of a layer's input should be proportional.
 
-        For a layer whose inputs and outputs scale, it is the same size as for every gradient of the network. Other layers
-        inside the network have a fixed size on one side, where gradients sum over a different number of neurons, so the
-        gradient that arrives there is not known in advance. But for independent weights of std s, grad X = W^T grad Y has the
-        mean square s^2 n_out grad Y^2. s^2 is proportional to 1/m_in and n_out to m_out, so the size of grad X is that of grad
-        Y times sqrt(m_out / m_in). In an inner readout s and n_out do not scale, and it has a forward factor.
-        In a router s^2 is proportional to 1/m_in^2, and n_out does not scale.
+        If the inputs and outputs of a layer scale alike, this size is the same as for all other gradients in the network. Other
+        layers inside the network have a fixed size on one side, so the gradient grad Y that arrives at their output is not
+        known in advance, and is measured. For independent weights of std s, the mean square of grad X = W^T grad Y is s^2 n_out
+        times that of grad Y. In a hidden layer s^2 is proportional to 1/m_in and n_out to m_out, so the size of grad X is that
+        of grad Y times sqrt(m_out / m_in). In a readout inside the network neither s nor n_out scales, but it has a forward
+        factor. In a router s^2 is proportional to 1/m_in^2, and n_out does not scale.
         """
         if output_grad is None or not (role in (NARROWING, WIDENING, ROUTER) or path in self.inner):
             return self.gradient_factor * self._arriving() * self.depth.gradient(path)
@@ -274,7 +277,7 @@ class SizeRecorder:
         return through * self.depth.output(path) * (float(output_grad.float().square().mean().sqrt()) or 1.0)
 
     def after_update(self, weights: dict[str, Tensor]) -> None:
-        """Measures, after the optimizer's step, how the update of each single weight changes outputs."""
+        """Measures, after the optimizer's step, how much the update of each weight alone changes the output of its module."""
         parameters = dict(self.model.named_parameters())
         places = [(path, name, path) for path, (name, _) in self.layers.items()]
         places += [(name, name, path) for name, path in self.parts.items()]
@@ -289,7 +292,7 @@ class SizeRecorder:
 
     @contextmanager
     def _repeated(self) -> Iterator[None]:
-        """Calls inside this block are repetitions, which are not measured."""
+        """A context for repeated calls, which are not measured."""
         self._repeating = True
         try:
             yield
@@ -312,7 +315,8 @@ class SizeRecorder:
         called = {path for _, path, quantity, *_ in self.sizes if quantity == Y}
         return [path for path, factor in uses if factor != 1 and path not in called]
 
-    def moved(self) -> bool:
+    def saw_updates(self) -> bool:
+        """Whether any update changed an output."""
         return any(float(rms) > 0 for _, _, quantity, rms, *_ in self.sizes if quantity in (DY, CHANGE))
 
     def readings(self, cell: Cell) -> list[Reading]:
@@ -349,11 +353,11 @@ def _layers(model: nn.Module, plan: Plan, growth: Growth) -> Iterator[tuple[str,
 
 
 def _role(row: PlanRow, growth: Growth) -> str:
-    """The role, refined by how inputs and outputs grow along the grid, so that it is the same at every width. Rounded sizes,
-    such as an MLP of 8/3 times the width, grow slightly unevenly; this is ignored."""
+    """The role of a weight. Hidden weights are told apart by how much their inputs and outputs grow along the grid. Rounded
+    sizes, such as an MLP of 8/3 times the width, may grow slightly unevenly, which is ignored."""
     if row.role != "hidden":
         return row.role
-    # Without a grid, all scaling dimensions are assumed to grow alike.
+    # Without a grid, all dimensions that scale are assumed to grow by the same factor.
     factors = growth.get(row.name) or [2.0 if dim in row.scaling else 1.0 for dim in range(len(row.shape))]
     grown = [
         math.prod(factor for dim, factor in enumerate(factors) if (dim in row.in_dims) is inside) for inside in (True, False)
@@ -376,8 +380,8 @@ def _parts(plan: Plan, layers: set[str]) -> dict[str, str]:
 
 
 def _ancestors(name: str) -> Iterator[str]:
-    """The paths of the modules around a parameter, from the inside out, without parametrizations, which are not called with the
-    layer's input."""
+    """The paths of the modules around a parameter, from the inside out. Parametrizations are left out, since they are not
+    called with the layer's input."""
     while name:
         name = parent_path(name)
         if "parametrizations" not in name.split("."):

@@ -23,16 +23,16 @@ _COLUMNS = ("verdict", "rule", "axis", "at", "place", "quantity", "when", "slope
 def check_document(report: Report, *, folder: str = "") -> Document:
     # Rules under test come first, then the baselines SP and muP.
     rules = sorted(report.rules, key=lambda rule: rule in ("sp", "mup"))
-    told = {rule: _told(report, rule) for rule in rules}
-    notes = dict.fromkeys(text for texts in told.values() for text in texts if text.startswith("note: "))
-    told = {rule: [text for text in texts if text not in notes] for rule, texts in told.items()}
-    shared = _told_more_than_once(told)
+    reasons = {rule: _reasons(report, rule) for rule in rules}
+    notes = dict.fromkeys(text for texts in reasons.values() for text in texts if text.startswith("note: "))
+    reasons = {rule: [text for text in texts if text not in notes] for rule, texts in reasons.items()}
+    shared = _shared_reasons(reasons)
     return {
         "kind": "check",
         "title": "Coordinate check",
         "headline": _headline(report, rules),
-        "sentence": " ".join(_told_of(told, text) for text in shared),
-        "answers": [_answer(report, rule, [text for text in told[rule] if text not in shared]) for rule in rules],
+        "sentence": " ".join(_sentence(reasons, text) for text in shared),
+        "answers": [_answer(report, rule, [text for text in reasons[rule] if text not in shared]) for rule in rules],
         "charts": [
             _chart(report, axis, rule, quantity)
             for axis in dict.fromkeys(slope.axis for slope in report.slopes)
@@ -58,39 +58,39 @@ def _headline(report: Report, rules: list[str]) -> str:
     return "; ".join(f"{get_rule(rule).title} {words.get(report.verdicts[rule], 'needs more seeds')}" for rule in rules) + "."
 
 
-def _told(report: Report, rule: str) -> list[str]:
-    """The reasons for a rule's verdict, without the long part (layers, quantities), which is in the findings below."""
+def _reasons(report: Report, rule: str) -> list[str]:
+    """The reasons for a rule's verdict, without lists of layers and quantities, which are in the section "All findings"."""
     first, *reasons = report.explain_rule(rule)
     over = first.partition(f"{report.verdicts[rule].upper()} ")[2]
     return [over] + [reason.strip().partition(" [")[0] for reason in reasons if not reason.strip().startswith(JUDGED)]
 
 
-def _told_more_than_once(told: dict[str, list[str]]) -> list[str]:
-    """What all rules have in common, and causes that several have: the page says these once, above the cards."""
-    texts = dict.fromkeys(text for of_rule in told.values() for text in of_rule)
-    counts = {text: sum(text in of_rule for of_rule in told.values()) for text in texts}
-    return [text for text, count in counts.items() if count > 1 and (count == len(told) or text.startswith("likely cause"))]
+def _shared_reasons(reasons: dict[str, list[str]]) -> list[str]:
+    """Reasons that all rules share, and causes that several rules share. The page gives them once, above the cards."""
+    texts = dict.fromkeys(text for of_rule in reasons.values() for text in of_rule)
+    counts = {text: sum(text in of_rule for of_rule in reasons.values()) for text in texts}
+    return [text for text, count in counts.items() if count > 1 and (count == len(reasons) or text.startswith("likely cause"))]
 
 
-def _told_of(told: dict[str, list[str]], text: str) -> str:
-    """A sentence, with the rules that it is about unless it is about all."""
-    rules = [get_rule(rule).title for rule, texts in told.items() if text in texts]
-    return f"{text[:1].upper()}{text[1:]}." if len(rules) == len(told) else f"{' and '.join(rules)}: {text}."
+def _sentence(reasons: dict[str, list[str]], text: str) -> str:
+    """A reason as a sentence, which names its rules unless they are all of them."""
+    rules = [get_rule(rule).title for rule, texts in reasons.items() if text in texts]
+    return f"{text[:1].upper()}{text[1:]}." if len(rules) == len(reasons) else f"{' and '.join(rules)}: {text}."
 
 
-def _answer(report: Report, rule: str, told: list[str]) -> Answer:
+def _answer(report: Report, rule: str, reasons: list[str]) -> Answer:
     verdict, title = report.verdicts[rule], get_rule(rule).title
     return {
         "name": title,
         "value": verdict.upper(),
-        "text": "\n".join(text[:1].upper() + text[1:] for text in told),
+        "text": "\n".join(text[:1].upper() + text[1:] for text in reasons),
         "tone": _TONES.get(verdict, "unclear"),
         "rule": title,
     }
 
 
 def _chart(report: Report, axis: str, rule: str, quantity: str) -> Chart:
-    """The sizes of one quantity in hidden layers, with one line for each of some steps."""
+    """A chart of one quantity's size in hidden layers, with lines for up to ``_NUM_STEPS`` steps."""
     title = get_rule(rule).title
     steps: list[int] = thinned(sorted({reading.step for reading in report.readings if reading.step > 0}), _NUM_STEPS)
     lines: list[ChartLine] = []
@@ -121,7 +121,7 @@ def _chart(report: Report, axis: str, rule: str, quantity: str) -> Chart:
 
 
 def _table(report: Report) -> PageTable:
-    """The table of deciding slopes, the worst first."""
+    """The table of the slopes that decide the verdict, the worst first."""
     deciding = [slope for slope in report.slopes if slope.quantity in JUDGED and decides(slope)]
     ranked = sorted(deciding, key=lambda slope: (slope.verdict != FAIL, -abs(slope.slope)))
     varied = ["rule", "axis", "at", "quantity", "when", "verdict"]

@@ -34,8 +34,8 @@ from smupar.rules import get_rule
 
 @dataclass
 class Report:
-    """All measurements, with verdicts. ``ok`` counts the rules under test: all except the baselines SP and muP, or all if only
-    baselines were run."""
+    """All measurements, with verdicts. ``ok`` says whether every rule under test passes. SP and muP are baselines, which are
+    not under test unless only they were run."""
 
     readings: list[Reading]
     faults: Mapping[Cell, list[Finding]]
@@ -84,10 +84,10 @@ class Report:
         ]
         passing = [slope for slope in deciding if slope.verdict == PASS]
         if verdict == PASS and passing:
-            lines.append(f"  largest slope: {_told(max(passing, key=_excess))}")
-        for between in (DRIFT, UNCLEAR) if verdict in (DRIFT, UNCLEAR) else ():
-            slopes_of = [slope for slope in deciding if slope.verdict == between]
-            lines += [_between(between, slopes_of, seeds)] if slopes_of else []
+            lines.append(f"  largest slope: {_slope_text(max(passing, key=_excess))}")
+        for undecided in (DRIFT, UNCLEAR) if verdict in (DRIFT, UNCLEAR) else ():
+            between = [slope for slope in deciding if slope.verdict == undecided]
+            lines += [_undecided(undecided, between, seeds)] if between else []
         for quantity in JUDGED:
             failing = [slope for slope in deciding if slope.quantity == quantity and slope.verdict == FAIL]
             lines += [_failing(quantity, failing)] if failing else []
@@ -113,15 +113,15 @@ class Report:
         return text
 
     def plot(self, path: str | Path | None = None, *, quantities: tuple[str, ...] = JUDGED) -> Any:
-        """Draws a row for each quantity, a column for each rule and a line for each step, as PNG or any format of
-        matplotlib."""
+        """Draws a row of panels for each quantity, columns for each axis and rule, and a line for each step. ``path`` may end
+        in .png or any other format of matplotlib."""
         figure = _draw(self, quantities)
         if path is not None:
             save_figure(figure, path, dpi=110)
         return figure
 
     def to_html(self, path: str | Path) -> None:
-        """Writes a self-contained page with verdicts, charts and the table of slopes."""
+        """Writes a page, in one file, with verdicts, charts and the table of slopes."""
         from smupar.check.coordinates.page import check_document
 
         write_page(Path(path), check_document(self, folder=str(Path(path).parent)))
@@ -138,25 +138,26 @@ def _slope_fields(slope: Slope) -> dict[str, Any]:
     return {**fields, "step": 0} if fields.pop("is_mean") else fields
 
 
-def _between(verdict: str, slopes: list[Slope], seeds: int) -> str:
-    # Why fewer tokens help: an update sums the gradients of all tokens. At a token its own gradient has an effect that adds up
-    # over n inputs like n, while the effects of the others add up like sqrt(n). With fewer others there is less of the latter.
+def _undecided(verdict: str, slopes: list[Slope], seeds: int) -> str:
+    # Smaller batches help, because an update sums the gradients of all tokens. On a token, the effect of its own gradient grows
+    # like n, the number of inputs, and the effects of other tokens' gradients only like sqrt(n). With fewer other tokens, this
+    # second part is smaller.
     remedy = (
         f"run more seeds (now {seeds})"
         if verdict == UNCLEAR
-        else "certain to lie in between, so more seeds will not change it. The cause is often that sums of random terms still "
-        "matter at these widths: use smaller batches (about 16 tokens), larger widths or more weights per neuron, and see "
-        "whether the drift shrinks"
+        else "certain to lie in between, so more seeds will not change it. Often sums of random terms still matter at these "
+        "widths: use smaller batches (about 16 tokens), larger widths or more weights per neuron, and see whether the drift "
+        "shrinks"
     )
     count = "1 slope is" if len(slopes) == 1 else f"{len(slopes)} slopes are"
-    return f"  {count} neither small nor large, such as {_told(max(slopes, key=_excess))}: {remedy}"
+    return f"  {count} neither small nor large, such as {_slope_text(max(slopes, key=_excess))}: {remedy}"
 
 
 def _failing(quantity: str, failing: list[Slope]) -> str:
     first = 1 if any(slope.step == 1 for slope in failing) else 2
     places = folded(failing)
     shown = ", ".join(places[:3]) + (f" and {len(places) - 3} more" if len(places) > 3 else "")
-    return f"  {quantity} from step {first} in {shown}; worst {_told(max(failing, key=_excess))}"
+    return f"  {quantity} from step {first} in {shown}; worst {_slope_text(max(failing, key=_excess))}"
 
 
 def _axes(deciding: list[Slope]) -> str:
@@ -164,7 +165,7 @@ def _axes(deciding: list[Slope]) -> str:
     for axis in AXES:
         over = [slope for slope in deciding if slope.axis == axis]
         values = {name: sorted({getattr(slope, name) for slope in over} - {None}, reverse=True) for name in AXES}
-        at = "; ".join(f"{name} {', '.join(f'{value:g}' for value in own)}" for name, own in values.items() if own)
+        at = "; ".join(f"{name} {', '.join(f'{value:g}' for value in points)}" for name, points in values.items() if points)
         parts += [f"{axis} (at {at})"] if over else []
     return " and ".join(parts)
 
@@ -173,14 +174,14 @@ def _excess(slope: Slope) -> float:
     return deviation(slope) / thresholds(slope)[1]
 
 
-def _told(slope: Slope) -> str:
-    spread = f" +- {slope.ci:.2f}" if slope.ci == slope.ci else ""
+def _slope_text(slope: Slope) -> str:
+    spread = "" if math.isnan(slope.ci) else f" +- {slope.ci:.2f}"
     what = f"{slope.quantity} of {slope.place or 'logits'} over {slope.axis} at {slope.where}"
     return f"{slope.slope:+.2f}{spread} ({what}, {slope.when})"
 
 
 def _draw(report: Report, quantities: tuple[str, ...]) -> Any:
-    """Rows are quantities, columns rules (one block of columns for each axis); lines are steps, from dark to light."""
+    """Draws the picture of ``Report.plot``. Columns of one axis are next to each other; lines go from dark to light."""
     panels = [(axis, rule) for axis in dict.fromkeys(slope.axis for slope in report.slopes) for rule in report.rules]
     figure = new_figure(figsize=(3.1 * len(panels) + 1.2, 2.4 * len(quantities) + 0.8), layout="constrained")
     from matplotlib.cm import ScalarMappable
@@ -188,11 +189,11 @@ def _draw(report: Report, quantities: tuple[str, ...]) -> Any:
 
     grid = figure.subplots(len(quantities), len(panels), sharey="row", squeeze=False)
     steps = sorted({reading.step for reading in report.readings if reading.step > 0})
-    colours: Any = ScalarMappable(Normalize(steps[0], steps[-1] + 1), "cividis")  # can be told apart by colour-blind readers
+    colours: Any = ScalarMappable(Normalize(steps[0], steps[-1] + 1), "cividis")  # colour-blind readers see it too
     for row, quantity in enumerate(quantities):
         for column, (axis, rule) in enumerate(panels):
             panel = grid[row][column]
-            every = sorted({getattr(reading, axis) for reading in report.readings})
+            ticks = sorted({getattr(reading, axis) for reading in report.readings})
             for step in steps:
                 points = mean_sizes(report, axis, rule, quantity, step)
                 xs = sorted(points)
@@ -202,7 +203,7 @@ def _draw(report: Report, quantities: tuple[str, ...]) -> Any:
                 panel.set_yscale("log", base=2)
             else:
                 panel.text(0.5, 0.5, "not measured", transform=panel.transAxes, ha="center")
-            panel.set_xticks(every, [_tick(x, axis) for x in every])
+            panel.set_xticks(ticks, [_tick(x, axis) for x in ticks])
             panel.minorticks_off()
             panel.grid(True, alpha=0.3)
             if axis == "density":
@@ -223,15 +224,15 @@ def _tick(value: float, axis: str) -> str:
 
 
 def mean_sizes(report: Report, axis: str, rule: str, quantity: str, step: int) -> dict[float, float]:
-    """The geometric mean over hidden layers and seeds, along one axis, with the others at the largest width and density and the
-    base's depth."""
-    largest = {name: {getattr(reading, name) for reading in report.readings} for name in AXES if name != axis}
-    at = {name: min(found) if name == "depth" else max(found) for name, found in largest.items()}
+    """Point on an axis -> geometric mean of a size over hidden layers and seeds. On the other axes, only the largest width and
+    density and the smallest depth count."""
+    others = {name: {getattr(reading, name) for reading in report.readings} for name in AXES if name != axis}
+    at = {name: min(points) if name == "depth" else max(points) for name, points in others.items()}
     hidden = any(reading.role == "hidden" and reading.quantity == quantity for reading in report.readings)
     roles = {"hidden"} if hidden else {reading.role for reading in report.readings}  # e.g. all layers are recurrent
     sizes: dict[float, list[float]] = defaultdict(list)
     for reading in report.readings:
-        mine = reading.rule == rule and reading.quantity == quantity and reading.step == step and reading.role in roles
-        if mine and all(getattr(reading, name) == value for name, value in at.items()) and reading.rms > 0:
+        counts = reading.rule == rule and reading.quantity == quantity and reading.step == step and reading.role in roles
+        if counts and all(getattr(reading, name) == value for name, value in at.items()) and reading.rms > 0:
             sizes[getattr(reading, axis)].append(math.log2(reading.rms))
     return {x: 2 ** (sum(logs) / len(logs)) for x, logs in sizes.items()}

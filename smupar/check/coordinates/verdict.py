@@ -1,8 +1,9 @@
 """Fits slopes of log2(size) against log2(width, density or depth), and judges whether they are small enough.
 
 A rule that works keeps sizes flat. Slopes are fitted for each seed and step; their mean over seeds has a 95 % confidence
-interval. The spread is pooled over places of one kind. Since places of one run are not independent, at most three count. Step 1
-and the mean of all later steps decide, because single later steps are noisy, especially in gradients.
+interval. The spread between seeds is pooled over places of one kind. Since places of one run are not independent, this counts
+as at most three times the seeds. Step 1 and the mean of all later steps decide, because single later steps are noisy,
+especially in gradients.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from smupar.check.coordinates.measure import AXES, GRAD_X, JUDGED, WIDENING, Rea
 PASS, FAIL, EXCEPTION = "pass", "fail", "known exception"
 UNCLEAR = "more seeds"  # the confidence interval contains a threshold
 DRIFT = "drift"  # the whole interval is between the thresholds, so more seeds will not change the verdict
-# (pass below, fail above). At step 1 a single layer is exact up to sampling. At later steps, and in blocks, nonlinear dynamics
-# change sizes a little under any rule, while an uncorrected rule changes them by powers of the width or density.
+# (pass below, fail above). At step 1 the size of a single layer is right up to sampling. At later steps, and in blocks,
+# nonlinear dynamics change sizes a little under any rule, while a rule without the right correction changes them by powers of
+# the width or density.
 LAYER_AT_STEP_1 = (0.2, 0.35)
 OTHERWISE = (0.5, 0.8)
-# Sums over blocks grow like the square root of the depth if their terms are independent, and the embedding's share of the
-# stream hides a part of that. So the limits over depth are lower.
+# Without a depth rule, sums over blocks grow like the square root of the depth if their terms are independent, and the
+# embedding's share of the stream hides a part of that growth. So the thresholds over depth are lower.
 OVER_DEPTH = (0.2, 0.35)
 _QUERY = re.compile(r"(^|[._])(w?[qk]|query|key)(_proj|_lin)?$", re.IGNORECASE)
-# 97.5 % points of Student's t by degrees of freedom; 1.96 beyond.
+# 97.5 % points of Student's t by degrees of freedom. Above the last row the point is 1.96.
 _T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23, 15: 2.13, 20: 2.09, 30: 2.04}
 
 
@@ -68,20 +70,20 @@ class Slope:
 
     @property
     def group(self) -> tuple[object, ...]:
-        """The key by which slopes pool their spread, since a single place, such as the readout, has too few seeds."""
+        """The key by which the spread of slopes is pooled, since the seeds of a single place are too few."""
         return self.rule, self.axis, self.at, self.kind, self.quantity, self.step, self.is_mean
 
 
 def slopes(readings: Iterable[Reading]) -> list[Slope]:
-    """All slopes that the grid allows. Those that should be 0 by Table 1 are judged."""
+    """The slopes over every axis that has at least two points. Those that Table 1 says something about are judged."""
     readings = _expected_sizes(readings)
     axes = [axis for axis in AXES if len({getattr(reading, axis) for reading in readings}) > 1]
     return [slope for axis in axes for slope in _judged(_fitted(readings, axis))]
 
 
 def _expected_sizes(readings: Iterable[Reading]) -> list[Reading]:
-    """The readings, with gradients of blocks that read a fixed size, such as a recurrent layer after a narrow embedding,
-    divided by their expected growth. They are sums over the width, as in a layer that reads a fixed size."""
+    """The readings, after some gradients of blocks are divided by their expected growth, sqrt(width). These are blocks whose
+    input has a fixed size, such as a recurrent layer after a narrow embedding: their gradients are sums over the width."""
     readings = list(readings)
     entries: dict[str, dict[int, int]] = defaultdict(dict)  # place -> width -> number of entries
     for reading in readings:
@@ -97,7 +99,7 @@ def _expected_sizes(readings: Iterable[Reading]) -> list[Reading]:
 
 
 def _fitted(readings: list[Reading], axis: str) -> list[tuple[Slope, list[float]]]:
-    """Each mean slope, with the slopes of its seeds."""
+    """(the mean slope over seeds, the slope of each seed), for single steps and for the mean of later steps."""
     by_seed = _slopes_by_seed(readings, axis)
     last = max(reading.step for reading in readings)
     later: dict[Slope, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -114,7 +116,7 @@ def _fitted(readings: list[Reading], axis: str) -> list[tuple[Slope, list[float]
 
 
 def _slopes_by_seed(readings: list[Reading], axis: str) -> dict[Slope, dict[int, float]]:
-    """The slope of each seed, by ``Slope`` objects that are not fitted yet."""
+    """``Slope`` that is not fitted yet -> seed -> slope."""
     others = [name for name in AXES if name != axis]
     points: dict[Slope, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for reading in readings:
@@ -133,7 +135,7 @@ def _slopes_by_seed(readings: list[Reading], axis: str) -> dict[Slope, dict[int,
 
 
 def _judged(fitted: list[tuple[Slope, list[float]]]) -> list[Slope]:
-    """The slopes with their intervals and verdicts, from pairs of a mean slope and the slopes of its seeds."""
+    """Adds intervals and verdicts to the mean slopes of ``_fitted``."""
     squares: dict[tuple[object, ...], float] = defaultdict(float)
     freedom: dict[tuple[object, ...], int] = defaultdict(int)
     for slope, seed_slopes in fitted:
@@ -161,7 +163,7 @@ def thresholds(slope: Slope) -> tuple[float, float]:
 
 
 def judge(slope: Slope) -> str:
-    """One of the five verdicts, or "" if Table 1 does not say what the slope should be."""
+    """The verdict on a slope, or "" if Table 1 does not say what the slope should be."""
     if slope.quantity not in JUDGED or (slope.quantity == GRAD_X and slope.role == "embedding"):
         return ""  # no rule covers the gradient of the data
     if _is_known_exception(slope):
@@ -177,12 +179,12 @@ def judge(slope: Slope) -> str:
 
 
 def deviation(slope: Slope) -> float:
-    """The distance of a slope from the right ones. Only 0 is right, with one exception.
+    """The distance of a slope from the right values. Only 0 is right, with one exception.
 
-    If a layer reads a fixed size and writes one that scales, its input gradient grad X = W^T grad Y is a sum over the n neurons
-    that it writes. At step 1 the terms are independent and add up like sqrt(n), which ``measure`` has divided out. Then each
-    update aligns W with grad Y, and aligned terms add up like n. So from step 2 on every slope from 0 (all independent) to 1/2
-    (all aligned) is right.
+    If the input of a layer has a fixed size and its output scales, the gradient of the input, grad X = W^T grad Y, is a sum
+    over the n neurons of the output. At step 1 the terms are independent and add up like sqrt(n), which ``measure`` has divided
+    out. Later, updates have aligned W with grad Y, and aligned terms add up like n. So from step 2 on every slope from 0 (all
+    independent) to 1/2 (all aligned) is right.
     """
     aligned = 0.5 if slope.role == WIDENING and slope.quantity == GRAD_X and slope.axis == "width" and slope.step > 1 else 0.0
     return max(-slope.slope, slope.slope - aligned)
@@ -198,7 +200,7 @@ def _is_known_exception(slope: Slope) -> bool:
 
 
 def decides(slope: Slope) -> bool:
-    """Whether a slope counts for the verdict. The others only show from which step on sizes drift."""
+    """Whether a slope counts for the verdict. Slopes at single later steps do not."""
     return slope.step == 1 or slope.is_mean
 
 

@@ -1,12 +1,13 @@
-"""How the size of updates depends on width and density over a run, and when the dependence is too strong.
+"""How the size of updates depends on width, density and depth over a run, and when the dependence is too strong.
 
-As in the coordinate check, a slope is that of log2(size) against log2(width or density). It is fitted at each look and averaged
-over the layers of one kind (``blocks.*.mlp.down``). The median of three looks is judged, so that no single step decides.
+As in the coordinate check, a slope is that of log2(size) against log2(width, density or depth). It is fitted at each observed
+step (a look) and averaged over the layers of one kind (``blocks.*.mlp.down``). The median of three looks is judged, so that no
+single step decides.
 
-Late in a run the weights of a neuron agree less and less on an update, and then their contributions add up like the square root
-of their number. So neurons that keep fewer weights have larger updates, up to a slope of -1/2, which is not wrong. The limits
-separate runs with known outcomes (docs/coordinate_check.md): healthy runs, whose best learning rate stays and whose loss is
-ahead, and runs that end too high.
+Late in a run the updates of a neuron's weights agree less and less. What they contribute to the output then adds up like the
+square root of their number, and no longer like the number. So the updates of neurons that keep fewer weights do more, up to a
+slope of -1/2 over density, which is not wrong. The limits separate runs with known outcomes (docs/coordinate_check.md): without
+weight decay slopes leave them, and with it they stay inside.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from smupar.plan.settings import layer_glob
 
 EVERY = "all layers"
 KIND_LIMITS, MEAN_LIMITS = (-1.1, 0.6), (-0.6, 0.35)  # limits for one kind of layers, and for the mean over all kinds
-FLOOR = -0.6  # down to here, updates that do not agree explain a slope
+FLOOR = -0.6  # the lowest slope that updates without agreement explain
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,14 @@ class Drift:
 
     @property
     def smooth(self) -> dict[int, float]:
-        """The median of each look and its neighbours."""
+        """Step -> median of the slopes at this look and the looks before and after it."""
         steps, values = list(self.slopes), list(self.slopes.values())
         return {step: median(values[max(0, index - 1) : index + 2]) for index, step in enumerate(steps)}
 
     @property
     def wrong_from(self) -> int | None:
-        """The first step from which on the slope is outside its limits at most looks; None if it ends inside them, or never
-        leaves them."""
+        """The first step from which on the slope is outside its limits at two thirds of the looks or more; None if it ends
+        inside them."""
         low, high = self.limits
         return _lasting({step: not low <= value <= high for step, value in self.smooth.items()})
 
@@ -71,40 +72,40 @@ class Drift:
 
     @property
     def remains(self) -> bool:
-        """Whether a slope within the limits is larger than updates that do not agree can explain."""
+        """Whether the slope is within its limits, but farther from 0 than updates without agreement explain."""
         return not self.wrong and not FLOOR <= self.worst[1] <= -FLOOR
 
 
 def drifts(slopes: Iterable[Slope]) -> list[Drift]:
-    """The drifts of all quantities, made from the slopes of single layers at single steps."""
+    """The drift of each quantity in each kind of layer, from the slopes of single layers at single steps."""
     rows: dict[tuple[str, str, str, str, str], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for slope in slopes:
         if not slope.is_mean and math.isfinite(slope.slope):
             key = slope.rule, slope.axis, slope.where, layer_glob(slope.place), slope.quantity
             rows[key][slope.step].append(slope.slope)
-    found = [Drift(*key, {step: fmean(values) for step, values in sorted(looks.items())}) for key, looks in rows.items()]
-    return found + _means(found)
+    of_kinds = [Drift(*key, {step: fmean(values) for step, values in sorted(looks.items())}) for key, looks in rows.items()]
+    return of_kinds + _means(of_kinds)
 
 
-def judged(found: Iterable[Drift]) -> list[Drift]:
-    return [drift for drift in found if drift.quantity == DY]
+def judged(all_drifts: Iterable[Drift]) -> list[Drift]:
+    return [drift for drift in all_drifts if drift.quantity == DY]
 
 
 def growth(readings: Iterable[Reading], drift: Drift, step: int) -> float:
-    """How many times larger the size is at the end of the axis where the slope makes it largest."""
+    """How many times larger the size is at one end of the axis than at the other, by the slope."""
     values = {getattr(reading, drift.axis) for reading in readings}
     return 2 ** (abs(drift.smooth[step]) * math.log2(max(values) / min(values)))
 
 
-def _means(found: list[Drift]) -> list[Drift]:
-    """The mean over kinds of layers."""
+def _means(of_kinds: list[Drift]) -> list[Drift]:
+    """The means over kinds of layers."""
     groups: dict[tuple[str, str, str, str], list[Drift]] = defaultdict(list)
-    for drift in found:
+    for drift in of_kinds:
         groups[drift.rule, drift.axis, drift.at, drift.quantity].append(drift)
     return [
-        Drift(rule, axis, at, EVERY, quantity, {step: fmean(own.slopes[step] for own in group) for step in steps})
+        Drift(rule, axis, at, EVERY, quantity, {step: fmean(drift.slopes[step] for drift in group) for step in steps})
         for (rule, axis, at, quantity), group in groups.items()
-        if (steps := sorted(set.intersection(*(set(own.slopes) for own in group)))) and len(group) > 1
+        if (steps := sorted(set.intersection(*(set(drift.slopes) for drift in group)))) and len(group) > 1
     ]
 
 

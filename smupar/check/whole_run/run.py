@@ -1,4 +1,4 @@
-"""One run of the check over whole runs: it is trained to the end, and observed."""
+"""One run of the check over whole runs, which is trained to the end and observed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NO_SIZES = (ALIGNMENT, LR, DECAY, MOVED)
 
 
 class LongRun(GridRun):
-    """A run that is observed at some steps, instead of measured at every step."""
+    """A run that is observed at some steps, and not measured at every step."""
 
     def train(self, batches: list[Any]) -> None:
         self.measured = self.layers(batches[0])
@@ -54,24 +54,24 @@ class LongRun(GridRun):
         return RunReport(readings, *faults_and_plans(runs), {run.cell: run.observation for run in runs})
 
 
-def readings_of(seen: Observation, cell: Cell, plan: Plan, layers: Layers = SAME_DEPTH) -> list[Reading]:
-    """The sizes of an observation, as readings of the coordinate check. ``layers`` are those that are compared over depths."""
+def readings_of(observed: Observation, cell: Cell, plan: Plan, layers: Layers = SAME_DEPTH) -> list[Reading]:
+    """The sizes of an observation, as readings of the coordinate check. ``layers`` says which layers are compared."""
     return [
         Reading(
             **vars(cell), step=step, place=layers.place(parent_path(name)) or name, kind="layer", role="hidden",
             quantity=quantity, rms=value / _expected(quantity, parent_path(name), plan, layers), mean_abs=value,
         )
-        for quantity, rows in seen.sizes.items()
+        for quantity, rows in observed.sizes.items()
         if quantity not in _NO_SIZES
         for name, values in rows.items()
         if quantity == ENTROPY or layers.is_measured(parent_path(name))
-        for step, value in zip(seen.at, values, strict=True)
+        for step, value in zip(observed.at, values, strict=True)
     ]  # fmt: skip
 
 
 def _expected(quantity: str, path: str, plan: Plan, layers: Layers) -> float:
-    """What the plan alone makes of a size. The layer that ends a branch is observed before its branch is divided, and so is its
-    gradient; a gradient that arrives further inside has passed the factor."""
+    """The factor that the plan alone puts on a size. The layer that ends a branch is observed before its output is divided, so
+    the factor is in the gradients of the other layers inside the branch, but not in its own."""
     if quantity == GRAD_X:
         return plan.output_factor * (1.0 if path in dict(plan.branches) else layers.gradient(path))
     return layers.effect(path) if quantity == DY else 1.0

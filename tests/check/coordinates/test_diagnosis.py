@@ -200,7 +200,7 @@ def test_optimizer_that_moves_off_mask_weights_is_named():
 def test_too_few_weights_per_neuron_is_noted():
     report = check(widths=(64,), densities=(1, 1 / 16))
     assert "thin" in causes(report)
-    assert "weights per neuron too small for the rule" in report.explain()
+    assert "too few weights per neuron for the rule" in report.explain()
 
 
 # Learning rates
