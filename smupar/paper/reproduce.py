@@ -38,9 +38,9 @@ from smupar.study.definition import Stage, StudyDefinition, with_more_seeds
 from smupar.study.engines import run_study
 from smupar.study.forecast import forecast
 from smupar.study.picture import draw_png
+from smupar.study.shared import CLAIM, PAGE, shared_study
 from smupar.study.space import unique
 from smupar.study.store import Result, Study, row_of, write_rows
-from smupar.study.sweep import study_of_runs
 from smupar.study.view import result_rows, table_of
 
 DEFAULT_OUT = "runs/reproduce"
@@ -179,9 +179,10 @@ def reproduce(
     if panels and not missing_pictures():
         draw_png(panels, place.folder / "picture.png", fig.title, columns=fig.columns)
     claim = fig.claim(measured)
-    facts: dict[str, Any] = {"figure": name, "scale": asdict(scale), "smupar": __version__, "runs": len(rows), **asdict(claim)}
-    write_atomic(place.folder / "claim.json", json.dumps(facts, indent=1))
-    write_page(place.folder / "report.html", _document(name, fig, claim, place, rows, measured))
+    about = {"figure": name, "title": fig.title, "scale": asdict(scale), "smupar": __version__}
+    facts: dict[str, Any] = {**about, "runs": len(rows), **asdict(claim)}
+    write_page(place.folder / PAGE, _document(name, fig, claim, place, rows, measured))
+    write_atomic(place.folder / CLAIM, json.dumps(facts, indent=1))  # last, since it says that the page is there
     return Reproduced(name, claim, place.folder, rows, files, missing)
 
 
@@ -230,7 +231,9 @@ def _trained(name: str, fig: Figure, stages: Sequence[Stage], place: Place, how:
         _refuse_device(name, scale, every, pick_device(how.device), asked=how.device != "auto")
     if fig.prepare:
         fig.prepare(place.data_dir)
-    definition, command = _definition(stages, scale), _command(EVERY, scale, _out(place))
+    first, *others = stages
+    definition = _definition([partial(_announced, first, place.folder), *others], scale)
+    command = _command(EVERY, scale, _out(place))
     with run_study(place.runs.parent, definition, command, how, keeps_weights=fig.keeps_weights) as (study, configs):
         return study.results(configs), study.files(configs), 0
 
@@ -268,6 +271,13 @@ def _stages(fig: Figure, configs: Sequence[RunConfig], scale: Scale, published: 
     return stages
 
 
+def _announced(stage: Stage, folder: Path, study: Study) -> Sequence[RunConfig]:
+    """The runs of a stage. Makes the folder of its figure, so that the page of the study names a figure that has no claim yet."""
+    if study.may_write:
+        folder.mkdir(parents=True, exist_ok=True)
+    return stage(study)
+
+
 def _restored(stage: Stage, published: str, scale: Scale, study: Study) -> Sequence[RunConfig]:
     configs = stage(study)
     if num_restored := restore(study, published, scale, configs) if study.may_write else 0:
@@ -277,7 +287,7 @@ def _restored(stage: Stage, published: str, scale: Scale, study: Study) -> Seque
 
 def _definition(stages: Sequence[Stage], scale: Scale) -> StudyDefinition:
     """The definition of the study that all figures of a scale share; so it does not name a figure."""
-    return study_of_runs({"kind": "reproduce", "scale": scale.name, "data": scale.data}, stages, axes={})
+    return shared_study({"kind": "reproduce", "scale": scale.name, "data": scale.data}, stages)
 
 
 def _command(name: str, scale: Scale, out: Path) -> str:

@@ -20,6 +20,8 @@ Stage = Callable[[Study], Sequence[RunConfig]]
 
 # Columns of the table that are not fields of the configuration.
 _RESULT_COLUMNS = ("id", "status", "steps_done", "train_loss", "valid_loss", "num_parameters", "hidden_sparsity")
+USUAL = ("rule", "sparsity", "width", "depth", "lr")  # the fields that most studies vary
+_MOST_FIELDS = 5  # that a sentence names
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class StudyDefinition:
     read: Callable[[Study], Findings]
     title: str = "Study"
     read_so_far: Callable[[Study], Findings] | None = None  # reads an unfinished study; default: ``read``
+    # A value that changes with the files, other than those of runs, that ``read`` reads.
+    beside: Callable[[Study], object] | None = None
 
 
 def with_more_seeds(stages: Sequence[Stage], axis: str, seeds: int) -> list[Stage]:
@@ -121,9 +125,7 @@ def best_in_words(results: Sequence[Result]) -> str:
     """The best run in one sentence. Runs that differ only in their seed count as one, with their mean loss."""
     best = min(by_seeds(results), key=mean_loss)
     diverged = sum(result.summary.status == "diverged" for result in results)
-    row, several = row_of(best[0]), len(best) > 1
-    varied = varied_columns([row_of(result) for result in results], (*_RESULT_COLUMNS, "seed") if several else _RESULT_COLUMNS)
-    where = ", ".join(f"{name} {cell(row[name])}" for name in varied)
+    several, where = len(best) > 1, _where(best[0], results)
     runs = f"run{'s' if several else ''} {', '.join(result.config.id for result in best)}"
     losses = [result.loss for result in best]
     spread = f", the mean of {len(best)} seeds ({min(losses):.4f} to {max(losses):.4f})" if several else ""
@@ -147,10 +149,27 @@ def best_in_short(results: Sequence[Result]) -> str:
     best = min(by_seeds(results), key=mean_loss)
     if math.isinf(mean_loss(best)):
         return "Every run diverged."
-    row = row_of(best[0])
-    varied = varied_columns([row_of(result) for result in results], (*_RESULT_COLUMNS, "seed"))
-    where = ", ".join(f"{name} {cell(row[name])}" for name in varied)
+    where = _where(best[0], results)
     return f"The best loss is {mean_loss(best):.4f}{f', at {where}' if where else ''}."
+
+
+def _where(best: Result, results: Sequence[Result]) -> str:
+    """The fields that tell a result from others, in words."""
+    row, rows = row_of(best), [row_of(result) for result in results]
+    return ", ".join(f"{name} {cell(row[name])}" for name in _telling(rows)[:_MOST_FIELDS])
+
+
+def _telling(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The columns that tell runs apart, the usual ones first. A column whose value follows from those before it tells nothing
+    more, such as an init std that each rule has of its own."""
+    varied = varied_columns(rows, (*_RESULT_COLUMNS, "seed"))
+    chosen: list[str] = []
+    kinds = 1
+    for name in sorted(varied, key=lambda name: USUAL.index(name) if name in USUAL else len(USUAL)):
+        found = len({tuple(str(row[column]) for column in (*chosen, name)) for row in rows})
+        if found > kinds:
+            chosen, kinds = [*chosen, name], found
+    return chosen
 
 
 def varied_columns(rows: Sequence[dict[str, Any]], others: Sequence[str]) -> list[str]:

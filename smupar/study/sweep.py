@@ -11,7 +11,7 @@ from typing import Any
 from smupar.lm.config.run import RunConfig
 from smupar.output.json_files import as_record
 from smupar.study.curves import LOSS, Line, Panel, Point
-from smupar.study.definition import Findings, Stage, StudyDefinition, best_in_short, best_in_words, by_seeds, cell, mean_loss
+from smupar.study.definition import Findings, StudyDefinition, best_in_short, best_in_words, by_seeds, cell, mean_loss
 from smupar.study.space import grid, refuse_unknown_field, unique
 from smupar.study.store import Result, fields_of, row_of
 
@@ -34,13 +34,7 @@ def sweep_from_json(stored: dict[str, Any]) -> StudyDefinition:
         refuse_unknown_field(name)
     if {"run", "axes"} <= stored.keys():
         return define_sweep(RunConfig.from_json(json.dumps(stored["run"])), axes)
-    return study_of_runs(stored, (), axes)
-
-
-def study_of_runs(stored: dict[str, Any], stages: Sequence[Stage], axes: Mapping[str, Sequence[Any]]) -> StudyDefinition:
-    """A study whose runs are not a grid: those of a script or of a reproduction. Its report draws losses over the axes."""
-    title = "Runs of a reproduction" if stored.get("kind") == "reproduce" else "Study"
-    return StudyDefinition(stored, stages, lambda study: _read(study.results(), axes), title=title)
+    return StudyDefinition(stored, (), lambda study: _read(study.results(), axes))
 
 
 def _read(results: Sequence[Result], axes: Mapping[str, Sequence[Any]], proposed: Sequence[RunConfig] = ()) -> Findings:

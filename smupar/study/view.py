@@ -27,8 +27,9 @@ from smupar.output.page.document import Chart, Document, PageProgress, PageTable
 from smupar.plan.settings import refuse
 from smupar.rules import get_rule
 from smupar.study.curves import Panel, chart_of
-from smupar.study.definition import Findings, StudyDefinition, varied_columns
+from smupar.study.definition import USUAL, Findings, StudyDefinition, varied_columns
 from smupar.study.live import Signs, read_planned, read_signs, repeated
+from smupar.study.shared import shared_from_json
 from smupar.study.space import unique
 from smupar.study.store import Result, Study, fields_of
 from smupar.study.sweep import sweep_from_json
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
 # Readers of study.json by kind. Any other kind is read as a sweep without axes.
 FROM_JSON: dict[str, Callable[[dict[str, Any]], StudyDefinition]] = {
+    "reproduce": shared_from_json,
     "sweep": sweep_from_json,
     "transfer": transfer_from_json,
     "tune": search_from_json,
@@ -48,7 +50,6 @@ _REFRESH_SECONDS = 10.0
 _MOST_CURVES, _MOST_POINTS = 300, 40  # loss curves in a page, and points in each
 # Columns of the table with a run's results. They follow those of its configuration.
 _ENDS = ("loss", "valid_loss", "steps_done", "tokens_per_second", "seconds", "device")
-_FIRST = ("rule", "sparsity", "width", "depth", "lr")  # the most important columns, if they vary
 
 
 def definition_of(study: Study) -> StudyDefinition:
@@ -148,7 +149,10 @@ class StudyView:
     def version(self) -> tuple[object, ...]:
         """Changes when a run ends or the study grows, but not with live losses."""
         self._refresh()
-        return len(self.study.ended), json.dumps(self._described)
+        return len(self.study.ended), json.dumps(self._described), self._beside()
+
+    def _beside(self) -> object:
+        return self.definition.beside(self.study) if self.definition.beside else None
 
     def curve(self, run: str) -> list[list[float | None]]:
         """Step, loss and validation loss of a run, from its metrics or from its process's sign of life."""
@@ -167,7 +171,7 @@ class StudyView:
 
     def _read(self, waiting: Iterable[str]) -> tuple[Findings, list[Chart]]:
         """The findings and charts of the study. They are read again only if a run has ended since."""
-        state = len(self.study.ended), sorted(waiting), self._described
+        state = len(self.study.ended), sorted(waiting), self._described, self._beside()
         if self._found is None or self._found[0] != state:
             definition = self.definition
             read = (definition.read_so_far or definition.read) if state[1] else definition.read
@@ -303,7 +307,7 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> PageTable | None:
         return None
     names = list(dict.fromkeys(name for row in rows for name in row))  # runs of other versions may lack some columns
     found = varied_columns([{name: row.get(name) for name in names} for row in rows], ("id", "state", *_ENDS))
-    varied = sorted(found, key=lambda name: (_FIRST.index(name) if name in _FIRST else 99, name == "seed"))
+    varied = sorted(found, key=lambda name: (USUAL.index(name) if name in USUAL else len(USUAL), name == "seed"))
     columns = ["id", "state", *varied, *(name for name in _ENDS if name != "device" or _num(rows, "device") > 1)]
     rows = sorted(rows, key=lambda row: [_sortable(row.get(name)) for name in varied])
     return {

@@ -85,7 +85,7 @@ class PageSource(_FileSource):
         document = read_page(self.path)
         refuse(document is None, f"{self.path} holds no document any more")
         assert document is not None
-        return document
+        return {**document, "folder": str(self.path.parent)}  # the page may have been moved since
 
     def curve(self, run: str) -> list[list[float | None]]:
         return self.document()["curves"].get(run, [])

@@ -1,5 +1,7 @@
 """The page in a real browser: Debian's Chromium, driven by Playwright. `make test-browser` installs both and runs this file."""
 
+import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -343,6 +345,63 @@ def test_overview_leads_to_each_source_and_back(visit, served):
     page.wait_for_function("() => page.doc && page.doc.folder.endsWith('part')")
     page.go_back()
     page.wait_for_selector("#main a >> text=part")
+
+
+def test_overview_is_sorted_by_place_or_by_a_column(visit, served):
+    page = visit(served[0].url)
+    folders = {"a/fig10": 1, "a/fig9": 5, "a/study": 2, "b/x": 9, "c/y": 3}
+    listed = [{"key": name, "is_live": name == "c/y", "changed": at, "folder": name} for name, at in folders.items()]
+    assert page.evaluate("(listed) => byPlace(listed).map((each) => each.key)", listed) == [
+        "c/y", "b/x", "a/study", "a/fig9", "a/fig10",
+    ]  # fmt: skip
+    page.wait_for_function("() => document.querySelectorAll('#main tbody td.verdict').length === 3")
+    names = "[...document.querySelectorAll('#main tbody td:first-child')].map((cell) => cell.innerText)"
+    by_place = page.evaluate(names)
+    page.get_by_role("button", name="name").click()
+    assert page.evaluate(names) == sorted(by_place)
+    page.get_by_role("button", name="name").click()
+    assert page.evaluate(names) == sorted(by_place, reverse=True)
+    page.get_by_role("button", name="name").click()
+    assert page.evaluate(names) == by_place
+
+
+def test_cards_of_a_reproduction_lead_to_figures(visit, tmp_path):
+    make_study(tmp_path / "cpu" / "study", definition={"kind": "reproduce", "scale": "cpu", "data": "stdlib"})
+    make_study(tmp_path / "cpu" / "fig06")
+    page_of_figure = StudyView(tmp_path / "cpu" / "fig06").document() | {"kind": "reproduction", "folder": "where/it/was"}
+    shutil.rmtree(tmp_path / "cpu" / "fig06")
+    (tmp_path / "cpu" / "fig06").mkdir()
+    write_page(tmp_path / "cpu" / "fig06" / "report.html", page_of_figure)
+    claim = {"figure": "fig06", "title": "A title", "runs": 24, "holds": True, "parts": []}
+    (tmp_path / "cpu" / "fig06" / "claim.json").write_text(json.dumps(claim))
+    with serving([tmp_path], port=0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        page = visit(f"{server.url}#cpu/study", wait=".answer")
+        assert page.locator(".headline").inner_text() == "fig06 holds."
+        assert "follow its card" in page.locator(".empty").first.inner_text()  # unlike runs are not drawn unasked
+        page.get_by_role("link", name="fig06").click()
+        page.wait_for_selector(".chart .plot .main-svg")
+        assert page.url.endswith("#cpu/fig06")
+        server.shutdown()
+        thread.join()
+    write_page(tmp_path / "cpu" / "study" / "report.html", StudyView(tmp_path / "cpu" / "study").document())
+    page = visit((tmp_path / "cpu" / "study" / "report.html").as_uri(), wait=".answer")
+    assert page.get_by_role("link", name="fig06").get_attribute("href") == "../fig06/report.html"
+
+
+def test_explored_lines_join_only_runs_that_differ_in_x(visit, served):
+    page = visit(served[0].url)
+    rows = [
+        {"id": f"{number}", "state": "finished", "lr": lr, "width": width, "seed": seed, "sparsity": 0, "loss": 3 + number}
+        for number, (lr, width, seed) in enumerate([(1, 64, 0), (2, 64, 0), (2, 64, 1), (1, 128, 0), (2, 128, 0), (4, 256, 0)])
+    ]
+    made = page.evaluate(
+        "(rows) => exploredCharts(rows, ['lr', 'width', 'seed'], { x: 'lr', y: 'loss', colour: 'sparsity', panel: '' })", rows
+    )
+    assert [(line["is_joined"], [run for p in line["points"] for run in p["runs"]]) for line in made[0]["lines"]] == [
+        (True, ["0", "1"]), (True, ["3", "4"]), (False, ["5"]),
+    ]  # fmt: skip
 
 
 def test_address_keeps_what_readers_chose(visit, served):

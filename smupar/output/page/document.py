@@ -59,6 +59,7 @@ class Answer(TypedDict):
     text: str
     tone: Tone
     rule: str  # title of its rule, for the colour; "" for none
+    link: NotRequired[str]  # the page that says more, relative to the document's folder
 
 
 class PageTable(TypedDict):

@@ -78,7 +78,7 @@ function marks(points, y, marker, extra = {}) {
 function tracesOf(line, chart, index, context) {
   const { runs, isVisible, range, other } = context;
   const points = line.points.filter(isVisible).map((point) => pointOf(point, line, chart, runs));
-  const colour = lineColour(line, chart, index), symbol = SYMBOLS[index % SYMBOLS.length], size = context.isDense ? 4.5 : 7;
+  const colour = lineColour(line, chart, index), symbol = SYMBOLS[(line.place ?? index) % SYMBOLS.length], size = context.isDense ? 4.5 : 7;
   const done = points.filter((p) => p.state === "finished"), open = points.filter((p) => ["waiting", "running", "stalled"].includes(p.state));
   const bottom = range ? (context.logY ? range[0] * (range[1] / range[0]) ** 0.03 : range[0] + 0.03 * (range[1] - range[0])) : 0.03;
   const top = range ? range[1] : 1, clipped = (y) => (range && (y === null || y > top || y < range[0]) ? (y === null ? bottom : y > top ? top : bottom) : (y ?? bottom));
@@ -129,7 +129,7 @@ function rowsOf(chart, context, xRange) {
     if (!best || !ended.some((point) => point.x === best.x)) return;
     const colour = lineColour(line, chart, index), at = ended.findIndex((point) => point.x === best.x), isInside = best.low !== null;
     const low = best.low ?? ended[Math.max(0, at - 1)].x, high = best.high ?? ended[Math.min(ended.length - 1, at + 1)].x, y = chart.lines.length - 1 - index;
-    const symbol = isInside ? SYMBOLS[index % SYMBOLS.length] + (best.is_final ? "" : "-open") : at === 0 ? "triangle-left-open" : "triangle-right-open";
+    const symbol = isInside ? SYMBOLS[(line.place ?? index) % SYMBOLS.length] + (best.is_final ? "" : "-open") : at === 0 ? "triangle-left-open" : "triangle-right-open";
     const words = octavesOf(best, reference), runs = ended[at].runs;
     const text = [plain([line.rule || chart.rule, line.label].filter(Boolean).join(", ")), `optimum at ${plain(chart.x_label)} ${number(best.smooth)}${best.is_final ? "" : ", provisional"}`, isInside ? `between ${number(best.low)} and ${number(best.high)}` : "at the edge of what has been run", plain(words && `${words} from the reference`)].filter(Boolean).join("<br>");
     traces.push({ ...marks([{ x: best.smooth, runs, text }], () => y, { color: colour, size: 9, symbol, line: { color: colour, width: 1.6 } }), yaxis: "y2", error_x: { type: "data", symmetric: false, array: [high - best.smooth], arrayminus: [best.smooth - low], color: colour, thickness: 1.5, width: 0 } });
@@ -155,7 +155,7 @@ function keyOf(line, chart, index, other, isNamedAbove) {
   svg.setAttribute("viewBox", "0 0 26 12"); svg.setAttribute("aria-hidden", "true");
   const add = (tag, attributes) => { const part = document.createElementNS(ns, tag); for (const [k, v] of Object.entries(attributes)) part.setAttribute(k, v); svg.append(part); };
   if (line.is_joined) add("line", { x1: 0, x2: 26, y1: 6, y2: 6, stroke: colour, "stroke-width": 2, "stroke-dasharray": line.is_reference ? "4 3" : other ? "1.5 3" : "none" });
-  const shape = SYMBOLS[index % SYMBOLS.length], paint = { fill: other ? css("--raised") : colour, stroke: colour, "stroke-width": 1.4 };
+  const shape = SYMBOLS[(line.place ?? index) % SYMBOLS.length], paint = { fill: other ? css("--raised") : colour, stroke: colour, "stroke-width": 1.4 };
   if (shape === "circle") add("circle", { cx: 13, cy: 6, r: 3.4, ...paint });
   else add("polygon", { points: { square: "10,3 16,3 16,9 10,9", diamond: "13,2 17,6 13,10 9,6", "triangle-up": "13,2 17,9.5 9,9.5", pentagon: "13,2 17,5 15.5,9.5 10.5,9.5 9,5", "triangle-down": "9,2.5 17,2.5 13,10", hexagon: "11,2.5 15,2.5 17,6 15,9.5 11,9.5 9,6", cross: "11.5,2 14.5,2 14.5,4.5 17,4.5 17,7.5 14.5,7.5 14.5,10 11.5,10 11.5,7.5 9,7.5 9,4.5 11.5,4.5" }[shape], ...paint });
   return el("li", { class: isNamedAbove ? "unseen" : "" }, svg, (other ? "compared: " : "") + line.label);
@@ -207,6 +207,11 @@ function drawn(plot, traces, made, opens) {
   });
 }
 
+/** The first line with each label, and its index: unlike runs of one label have a line each. */
+function firstOfEach(lines) {
+  return lines.map((line, index) => [line, index]).filter(([line, index]) => line.place === undefined || lines.findIndex((other) => other.label === line.label) === index);
+}
+
 /** Draws charts into a grid; ``others`` are those of a document to compare with. Returns the legend that all share, if they do. */
 function drawCharts(grid, charts, others, context, frames) {
   // All frames are in place before the first is drawn, so that each has its final width.
@@ -242,10 +247,10 @@ function drawCharts(grid, charts, others, context, frames) {
     frame.title.className = mark ? "" : "plain";
     if (mark) frame.title.style.setProperty("--mark", mark);
     frame.plot.setAttribute("aria-label", `${chart.title}. ${chart.y_label} over ${chart.x_label}, ${chart.lines.length} curves. Arrow keys go from point to point, Enter opens a run.`);
-    const keys = chart.lines.map((line, index) => keyOf(line, chart, index, false, above)).concat(beside ? beside.lines.map((line, index) => keyOf(line, beside, index, true)) : []);
+    const keys = firstOfEach(chart.lines).map(([line, index]) => keyOf(line, chart, index, false, above)).concat(beside ? beside.lines.map((line, index) => keyOf(line, beside, index, true)) : []);
     frame.keys.replaceChildren(...keys.slice(0, 24), ...(keys.length > 24 ? [el("li", { class: "more" }, `and ${keys.length - 24} more`)] : []), ...(chart.marked && chart.marked[1] ? [el("li", { class: "more" }, `dotted: ${chart.marked[1]}`)] : []));
     if (isShared) frame.keys.replaceChildren();
     drawn(frame.plot, (own.isDense ? withJoinedStars(traces) : traces).concat(rows.traces), made, context.opens);
   });
-  return isShared ? charts[0].lines.slice(0, 24).map((line, index) => keyOf(line, charts[0], index)) : [];
+  return isShared ? firstOfEach(charts[0].lines).slice(0, 24).map(([line, index]) => keyOf(line, charts[0], index)) : [];
 }

@@ -1,6 +1,6 @@
 // The page: which document is shown, what readers chose, and drawing it again when either changes.
 
-const page = { source: null, key: null, doc: null, choices: new Map(), frames: new Map(), other: null, touched: 0 };
+const page = { source: null, key: null, doc: null, choices: new Map(), frames: new Map(), other: null, touched: 0, overview: { column: null, falls: false } };
 
 const freshChoices = () => ({ filters: {}, colour: "", x: "", y: "loss", panel: "", logX: null, logY: null, curveLogX: false, curveLogY: false, curveSmooth: true, sort: { column: null, falls: false }, allRows: false, allSlopes: false, compare: "" });
 const choices = () => { if (!page.choices.has(page.key)) page.choices.set(page.key, freshChoices()); return page.choices.get(page.key); };
@@ -29,8 +29,10 @@ function answersOf(doc) {
   if (!doc.answers.length) return null;
   const isWide = window.matchMedia("(min-width: 641px)").matches; // on a phone the charts come before the small print
   return el("div", { class: "answers" }, doc.answers.map((answer) => {
-    const card = el(answer.text ? "details" : "div", { class: "answer", open: Boolean(answer.text) && isWide }, el(answer.text ? "summary" : "div", { class: "finding" }, el("span", { class: "name" }, answer.name), " ", el("span", { class: `value ${answer.tone}` }, answer.value)), el("div", { class: "text" }, answer.text));
-    const mark = ruleColour(answer.rule);
+    const address = answer.link ? addressOfLink(page.source.list(), doc.folder, answer.link, page.live) : null;
+    const name = answer.name ? el(address ? "a" : "span", { class: "name", href: address }, answer.name) : null;
+    const card = el(answer.text ? "details" : "div", { class: "answer", open: Boolean(answer.text) && isWide }, el(answer.text ? "summary" : "div", { class: "finding" }, name, " ", el("span", { class: `value ${answer.tone}` }, answer.value)), el("div", { class: "text" }, answer.text));
+    const mark = ruleColour(answer.rule) || (answer.tone === "plain" ? null : css(`--${answer.tone}`));
     if (mark) card.style.setProperty("--mark", mark);
     return card;
   }));
@@ -144,7 +146,7 @@ function draw(focus) {
   const doc = page.doc, parts = page.parts, table = tableOf(doc), chosen = choices();
   document.title = `${doc.headline || doc.title} · smupar`;
   refill(parts.head, el("h1", {}, doc.title, el("span", { class: "folder" }, ` · ${doc.folder}`)), el("p", { class: "headline" }, doc.headline), doc.sentence && doc.sentence !== doc.headline ? el("p", { class: "sentence" }, doc.sentence) : null);
-  const answers = JSON.stringify([theme(), doc.answers]), progress = progressOf(doc);
+  const answers = JSON.stringify([theme(), doc.answers, page.source.list().length]), progress = progressOf(doc);
   if (parts.answers.dataset.made !== answers) { parts.answers.dataset.made = answers; refill(parts.answers, answersOf(doc)); }
   refill(parts.above, progress.above);
   refill(parts.below, progress.below);
@@ -180,17 +182,18 @@ function drawTools(doc, table) {
 function drawDocumentCharts(doc, table, rows) {
   const chosen = choices(), parts = page.parts, visible = new Set(rows.map((row) => row.id)), other = chosen.compare ? page.other : null;
   let charts = doc.charts;
-  if (isOfRuns(table) && table.numeric.length && (chosen.colour || chosen.x || !doc.charts.length)) {
+  const hasOwnViews = doc.answers.some((answer) => answer.link); // each with charts of its own
+  if (isOfRuns(table) && table.numeric.length && (chosen.colour || chosen.x || !(doc.charts.length || hasOwnViews))) {
     const x = chosen.x || (table.numeric.includes("lr") ? "lr" : table.numeric.find((name) => name !== "seed") || table.numeric[0]);
     const left = table.varied.filter((name) => name !== x && name !== "seed");
     const panel = chosen.panel || (!chosen.colour && left.includes("rule") && left.length > 1 ? "rule" : "");
-    charts = exploredCharts(rows, { x, y: chosen.y, panel, colour: chosen.colour || left.find((name) => name !== panel) || "" });
+    charts = exploredCharts(rows, table.varied, { x, y: chosen.y, panel, colour: chosen.colour || left.find((name) => name !== panel) || "" });
   }
   refill(parts.beside, other ? comparisonOf(doc, other) : null);
   const words = (doc.kind === "check" ? "Outputs, gradients and updates should keep their size over width, density and depth: lines should be flat. The verdict is about the slopes of log2(size) against log2(width, density or depth). " : "") + (doc.kind === "study" ? "● finished: training loss, mean of the last 5 % of the steps   ○ waiting (at the bottom) or running (at its loss so far)   ✕ diverged   ▲ above the range. Click a point to see its run. " : "") + (charts.some((chart) => chart.lines.some((line) => line.best)) ? "★ best run; hollow at the edge of what was run. " : "") + (charts.some((chart) => chart.marked && hasRows(chart, chart.log_x)) ? "Rows above the curves: the optimum of each curve, the bar in which it lies, and its octaves (factors of two) from the dotted line. " : "") + "Drag to zoom, double-click to go back; arrow keys walk through the points of a chart.";
   parts.chartNote.textContent = charts.length ? words : "";
   parts.chartSection.hidden = !charts.length && doc.kind !== "study";
-  if (!charts.length) { refill(parts.grid, parts.chartSection.hidden ? null : el("p", { class: "empty" }, "There is nothing to draw yet. Points appear here as runs end; if nothing is running, start the command that this page shows.")); return; }
+  if (!charts.length) { refill(parts.grid, parts.chartSection.hidden ? null : el("p", { class: "empty" }, hasOwnViews ? "Each figure has charts of its own: follow its card. To draw runs of all figures, choose a field under Explore." : "There is nothing to draw yet. Points appear here as runs end; if nothing is running, start the command that this page shows.")); return; }
   if (parts.grid.querySelector(".empty")) parts.grid.replaceChildren();
   const context = { runs: table && isOfRuns(table) ? table.byId : new Map(), otherRuns: (tableOf(other) || { byId: new Map() }).byId, isVisible: (point) => !point.runs.length || point.runs.some((id) => visible.has(id)), logX: chosen.logX, logY: chosen.logY, opens: open };
   const shared = drawCharts(parts.grid, charts, other ? other.charts : [], context, page.frames);
@@ -224,11 +227,12 @@ function open(ids) {
 function drawDocuments() {
   const listed = page.source.list(), nav = document.getElementById("documents");
   if (listed.length < 2) { nav.replaceChildren(); nav.dataset.made = ""; return; }
-  const made = JSON.stringify([page.key, listed.map((each) => [each.key, each.is_live, each.title])]);
+  const made = JSON.stringify([page.key, listed.map((each) => [each.key, each.is_live, each.title, each.folder])]);
   if (nav.dataset.made === made) return; // so that focus stays
   nav.dataset.made = made;
   const overview = listed.length < MANY ? [] : [el("button", { type: "button", "aria-current": String(page.key === OVERVIEW), onclick: () => show(OVERVIEW, true) }, "Overview")];
-  nav.replaceChildren(...overview, ...listed.map((each) => el("button", { type: "button", "aria-current": String(each.key === page.key), title: `${each.title}, ${each.folder}`, onclick: () => show(each.key, true) }, el("span", { class: `dot${each.is_live ? " live" : ""}` }), each.folder.split("/").filter(Boolean).slice(-2).join("/") || each.title)));
+  if (listed.length > MOST_TABS) { nav.replaceChildren(...overview, pickerOf(listed)); return; }
+  nav.replaceChildren(...overview, ...byPlace(listed).map((each) => el("button", { type: "button", "aria-current": String(each.key === page.key), title: `${each.title}, ${each.folder}`, onclick: () => show(each.key, true) }, el("span", { class: `dot${each.is_live ? " live" : ""}` }), each.folder.split("/").filter(Boolean).slice(-2).join("/") || each.title)));
   const current = nav.querySelector("[aria-current=true]");
   if (current) nav.scrollLeft = current.offsetLeft - nav.offsetLeft - 40;
 }

@@ -1,6 +1,7 @@
 // Where readers are: the overview of many sources, and addresses such as #runs/tune?colour=lr, which can be kept and shared.
 
 const OVERVIEW = "", MANY = 3; // from so many sources on, the page begins with an overview
+const MOST_TABS = 8;
 
 /** Those that run first, then the newest. */
 const inOrder = (listed) => [...listed].sort((a, b) => b.is_live - a.is_live || (a.is_live ? a.folder.localeCompare(b.folder) : (b.changed ?? 0) - (a.changed ?? 0)));
@@ -40,18 +41,68 @@ function placeOf(listed, hash) {
   } catch { return {}; }
 }
 
-/** One line for each source: its name, state and verdict, and the time left. */
+const naturally = (a, b) => a.localeCompare(b, "en", { numeric: true });
+const above = (each) => each.folder.split("/").slice(0, -1).join("/");
+
+/** Sources by the folder that holds them: those with something that runs first, then the newest. In it they stand by name, the
+ *  study that others share first. */
+function groupsOf(listed) {
+  const groups = new Map();
+  for (const each of inOrder(listed)) {
+    if (!groups.has(above(each))) groups.set(above(each), []);
+    groups.get(above(each)).push(each);
+  }
+  const isShared = (each) => each.folder.endsWith("/study");
+  return [...groups].map(([folder, own]) => [folder, own.sort((a, b) => isShared(b) - isShared(a) || naturally(a.folder, b.folder))]);
+}
+const byPlace = (listed) => groupsOf(listed).flatMap(([, own]) => own);
+
+/** Where many sources do not fit beside each other as tabs. */
+function pickerOf(listed) {
+  const option = (each) => el("option", { value: each.key }, `${each.is_live ? "● " : ""}${shortName(listed, each).split("~")[0]}`);
+  const select = el("select", { id: "source", "aria-label": "Source", onchange: (event) => show(event.target.value, true) }, page.key === OVERVIEW ? el("option", { value: OVERVIEW }, "Choose…") : null, byPlace(listed).map(option));
+  select.value = page.key;
+  return select;
+}
+
+/** The place of a link of a document: its source here, if the page is served; otherwise the file beside it. */
+function addressOfLink(listed, folder, link, isServed) {
+  if (!isServed) return link;
+  const parts = [];
+  for (const part of `${folder}/${link}`.split("/").slice(0, -1)) if (part === ".." && parts.length) parts.pop(); else parts.push(part);
+  const found = listed.find((each) => each.folder === parts.join("/"));
+  return found ? addressOf(listed, found.key, {}) : null;
+}
+
+const stateOf = (each) => { const p = each.progress; return each.is_live ? "running" : !each.version ? "waiting" : p && p.total && p.done < p.total ? "stopped" : "finished"; };
+const COLUMNS = { name: (each) => each.folder, state: (each) => ["running", "waiting", "stopped", "finished"].indexOf(stateOf(each)), result: (each) => each.headline, "time left": (each) => (each.progress && each.progress.seconds_left) || Infinity, changed: (each) => -(each.changed || 0) };
+
+/** One line for each source: its name, state and result, and the time left. Sorted by place, or by the column that was chosen. */
 function drawOverview() {
   const listed = page.source.list(), main = document.getElementById("main"), active = document.activeElement && document.activeElement.id;
-  const rows = inOrder(listed).map((each) => {
-    const p = each.progress, isShort = Boolean(p && p.total && p.done < p.total), state = each.is_live ? "running" : !each.version ? "waiting" : isShort ? "stopped" : "finished";
-    const words = { running: "running", waiting: "being read", stopped: "not finished", finished: "finished" }[state] + (isShort ? `, ${number(p.done)} of ${number(p.total)} runs` : "");
-    const link = el("a", { href: addressOf(listed, each.key, {}), id: `open-${each.key}`, title: each.folder }, shortName(listed, each).split("~")[0]);
-    return el("tr", {}, el("td", {}, link), el("td", {}, el("span", { class: `state ${state}` }, words)), el("td", { class: "verdict" }, el("div", {}, each.headline), el("div", { class: "note" }, each.title)), el("td", {}, p && p.seconds_left ? `about ${span(p.seconds_left)}` : ""));
-  });
+  const isTimed = listed.some((each) => each.progress && each.progress.seconds_left), names = ["name", "state", "result", ...(isTimed ? ["time left"] : []), "changed"];
+  const { column, falls } = page.overview, sort = (name) => { page.overview = column !== name ? { column: name, falls: false } : falls ? { column: null, falls: false } : { column: name, falls: true }; drawOverview(); };
+  const rowOf = (each, name) => {
+    const p = each.progress, state = stateOf(each), words = { running: "running", waiting: "being read", stopped: "not finished", finished: "finished" }[state] + (p && p.total && p.done < p.total ? `, ${number(p.done)} of ${number(p.total)} runs` : "");
+    const cells = {
+      name: el("a", { href: addressOf(listed, each.key, {}), id: `open-${each.key}`, title: each.folder }, name), state: el("span", { class: `state ${state}` }, words), result: [el("div", {}, each.headline), el("div", { class: "note" }, each.title)],
+      "time left": p && p.seconds_left ? `about ${span(p.seconds_left)}` : "", changed: each.changed ? new Date(1000 * each.changed).toLocaleString([], { dateStyle: "short", timeStyle: "short" }) : "",
+    };
+    return el("tr", {}, names.map((each) => el("td", { class: each === "result" ? "verdict" : "" }, cells[each])));
+  };
+  let rows;
+  if (column) {
+    const key = COLUMNS[column], order = (a, b) => (typeof key(a) === "number" ? key(a) - key(b) : naturally(key(a), key(b)));
+    rows = byPlace(listed).sort((a, b) => (falls ? -order(a, b) : order(a, b))).map((each) => rowOf(each, shortName(listed, each).split("~")[0]));
+  } else {
+    const groups = groupsOf(listed), isGrouped = groups.some(([, own]) => own.length > 1) && groups.length > 1;
+    rows = groups.flatMap(([folder, own]) => [isGrouped ? el("tr", { class: "place" }, el("th", { colspan: String(names.length), scope: "rowgroup" }, folder || ".")) : null, ...own.map((each) => rowOf(each, isGrouped ? each.folder.split("/").at(-1) : shortName(listed, each).split("~")[0]))]).filter(Boolean);
+  }
+  const head = names.map((name) => el("th", { scope: "col", "aria-sort": column !== name ? "none" : falls ? "descending" : "ascending" }, el("button", { type: "button", id: `by-${name}`, onclick: () => sort(name) }, name)));
+  const live = listed.filter((each) => each.is_live).length, count = live === 1 ? "One is running." : live ? `${live} are running.` : "Nothing is running.";
   document.title = "Overview · smupar";
-  main.replaceChildren(el("h1", {}, "Overview"), el("p", { class: "headline" }, `${listed.length} sources, ${listed.filter((each) => each.is_live).length || "none"} of them running.`),
-    el("div", { class: "scroll" }, el("table", { class: "overview" }, el("thead", {}, el("tr", {}, ["name", "state", "verdict", "time left"].map((text) => el("th", { scope: "col" }, el("div", {}, text))))), el("tbody", {}, rows))));
+  main.replaceChildren(el("h1", {}, `${listed.length} studies, runs and figures`), el("p", { class: "headline" }, count),
+    el("div", { class: "scroll" }, el("table", { class: "overview" }, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows))));
   if (active && document.getElementById(active)) document.getElementById(active).focus();
   drawDocuments();
   pulse();

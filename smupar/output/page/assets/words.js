@@ -76,11 +76,12 @@ function sizeColour(place) {
  *  curves of the same rule; otherwise that of its size. */
 function lineColour(line, chart, index) {
   if (line.is_reference) return css("--muted");
+  if (line.rule && line.place !== undefined) return ruleColour(line.rule) || css("--muted");
   if (line.rule) {
     const same = chart.lines.slice(0, index).filter((other) => other.rule === line.rule && other.is_joined && line.is_joined).length;
     return mix(ruleColour(line.rule) || css("--muted"), css("--text"), Math.min(0.35 * same, 0.7));
   }
-  return chart.rule || chart.marked ? sizeColour(line.shade) : SERIES[theme()][index % SERIES.light.length];
+  return chart.rule || chart.marked ? sizeColour(line.shade) : SERIES[theme()][(line.place ?? index) % SERIES.light.length];
 }
 
 function copied(text, button) {
