@@ -272,7 +272,7 @@ def _stages(fig: Figure, configs: Sequence[RunConfig], scale: Scale, published: 
 
 
 def _announced(stage: Stage, folder: Path, study: Study) -> Sequence[RunConfig]:
-    """The runs of a stage. Makes the folder of its figure, so that the page of the study names a figure that has no claim yet."""
+    """The runs of a stage. Makes the folder of its figure, so that the page of the study names figures without a claim."""
     if study.may_write:
         folder.mkdir(parents=True, exist_ok=True)
     return stage(study)

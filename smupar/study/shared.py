@@ -1,5 +1,5 @@
-"""The study that all figures of a reproduction share. Its runs are unlike each other, so it has no best run: it shows a card for
-each figure, with the verdict in its claim.json, and leads to the figure's own page. Figures have folders beside the study's."""
+"""The study that all figures of a reproduction share. Its runs are unlike each other, so it has no best run. It shows a card
+for each figure, with the verdict in its claim.json, and leads to its page. Folders of figures are beside that of the study."""
 
 from __future__ import annotations
 

@@ -383,6 +383,7 @@ def test_cards_of_a_reproduction_lead_to_figures(visit, tmp_path):
         page.get_by_role("link", name="fig06").click()
         page.wait_for_selector(".chart .plot .main-svg")
         assert page.url.endswith("#cpu/fig06")
+        page.close()
         server.shutdown()
         thread.join()
     write_page(tmp_path / "cpu" / "study" / "report.html", StudyView(tmp_path / "cpu" / "study").document())
