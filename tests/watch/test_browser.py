@@ -377,7 +377,9 @@ def test_cards_of_a_reproduction_lead_to_figures(visit, tmp_path):
     with serving([tmp_path], port=0) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
-        page = visit(f"{server.url}#cpu/study", wait=".answer")
+        page = visit(server.url)
+        page.locator("#documents button", has_text="study").click()
+        page.wait_for_selector(".answer a")
         assert page.locator(".headline").inner_text() == "fig06 holds."
         assert "follow its card" in page.locator(".empty").first.inner_text()  # unlike runs are not drawn unasked
         page.get_by_role("link", name="fig06").click()
