@@ -176,7 +176,12 @@ def two_terms(m: float, per_neuron: float, kappa: float) -> float:
 
 
 # Which roles get weight decay, by the run's choice. "all" is our rule; the others are for comparison.
-DECAYED = {"all": ROLES, "matrices": ("embedding", "hidden", "unembedding", "router"), "hidden": ("hidden",)}
+DECAYED = {
+    "all": ROLES,
+    "matrices": ("embedding", "hidden", "unembedding", "router"),
+    "hidden": ("hidden",),
+    "vectors": ("vector",),
+}
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class _AnySparsifier(ABC):
             if goal.correction == "fixed":
                 for name, weight in self.weights().items():
                     self._correct(name, model, goal.last[name])
-                    weight.scale(init_factor(goal.plan, goal.plan[name], goal.last[name]), model)
+                    weight.scale(torch.tensor([init_factor(goal.plan, goal.plan[name], goal.last[name])]), [model])
 
     @torch.no_grad()
     def update(self, done: int, weights: Mapping[str, Weight]) -> None:

@@ -279,7 +279,7 @@ class Stack:
             rates={name: torch.ones(len(models), device=device) for name in self.hidden},
             corrections={name: torch.ones(len(models), device=device) for name in self.hidden},
             measured={name: torch.full((len(models),), math.nan, device=device) for name in self.hidden},
-            independent=torch.tensor([h.decay == "independent" for h in hyperparameters], device=device),
+            independent=torch.tensor([h.decay != "coupled" for h in hyperparameters], device=device),
             alive=torch.ones(len(models), dtype=torch.bool, device=device),
             number=torch.zeros(len(models), device=device),
             clip=torch.tensor(clips, device=device) if min(clips) < math.inf else None,

@@ -56,8 +56,8 @@ class StackedWeight:
         entries = torch.full((len(self.values),), math.prod(self.shape), device=self.values.device)
         return entries if self.mask is None else self.mask.flatten(1).sum(1)
 
-    def scale(self, factor: float, model: int = 0) -> None:
-        self.values[model] *= factor
+    def scale(self, factors: Tensor, models: Sequence[int] = ONLY) -> None:
+        self.values[list(models)] *= factors.view(-1, *[1] * len(self.shape))
 
     def snapshot(self) -> Tensor:
         return self.values.clone()

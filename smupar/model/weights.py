@@ -157,8 +157,9 @@ class ModelWeight(ABC):
 
     # Values
 
-    def scale(self, factor: float, model: int = 0) -> None:
-        self.parameter.mul_(factor)
+    def scale(self, factors: Tensor, models: Sequence[int] = ONLY) -> None:
+        """Multiplies the weight by a factor; ``factors`` has one entry."""
+        local(self.parameter).mul_(factors.squeeze())
 
     @abstractmethod
     def snapshot(self) -> Tensor:

@@ -120,6 +120,8 @@ def _trained_parameters(model: nn.Module, plan: Plan, users: list[dict[str, Any]
     return parameters
 
 
+HELD = "held"  # the kind of decay of runs that use ``HeldSizes``
+
 # With a larger LR times decay, a weight forgets what it learned within 20 steps.
 _FORGETS = 0.05
 
@@ -164,18 +166,22 @@ def groups_by_optimizer(
     rest_lr: float | None = None,
     eps: str = "constant",
     eps_value: float | None = None,
+    decay: str = "independent",
     decayed: str = "all",
     **settings: Any,
 ) -> list[tuple[str, list[dict[str, Any]]]]:
     """(optimizer name, its groups) for every optimizer of a run.
 
     With a ``rest_lr``, ``optimizer`` trains the hidden weights, and AdamW trains the rest at that learning rate. Muon takes
-    hidden matrices only, so its ``rest_lr`` is ``lr`` by default. ``decayed`` is a key of ``DECAYED``, which holds the roles
-    that get weight decay. ``settings`` are passed to ``param_groups``.
+    hidden matrices only, so its ``rest_lr`` is ``lr`` by default. ``decay`` may also be "held": then hidden weights do not
+    decay, because ``HeldSizes`` holds their size. ``decayed`` is a key of ``DECAYED``, which holds the roles that get weight
+    decay. ``settings`` are passed to ``param_groups``.
     """
     choice("decayed", decayed, DECAYED)
-    if decayed != "all":
-        settings["no_decay"] = lambda name, _: plan[name].role not in DECAYED[decayed]
+    held = {"hidden"} if decay == HELD else set()
+    settings["decay"] = "independent" if decay == HELD else decay
+    if decayed != "all" or held:
+        settings["no_decay"] = lambda name, _: plan[name].role not in {*DECAYED[decayed]} - held
 
     def groups(name: str, lr: float | Tensor, only: str | None = None) -> list[dict[str, Any]]:
         epsilon = {"eps": eps, "eps_value": eps_value} if facts_of(name).eps else {}

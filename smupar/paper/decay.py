@@ -23,8 +23,8 @@ from smupar.study.space import with_fields
 
 DECAYS = (0.0, 0.03, 0.1, 0.2, 0.4)
 _NEAR = 0.005  # a decay counts as good as the best one if it costs no more than this share of the loss
-_LR = 2.0**-6
-_SETTINGS = {"lr": _LR, "schedule": "linear-to-zero", "valid_batches": 20}
+LR = 2.0**-6
+_SETTINGS = {"lr": LR, "schedule": "linear-to-zero", "valid_batches": 20}
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ def runs(scale: Scale) -> list[RunConfig]:
     asked = [
         *(run(density, weight_decay=decay, seed=seed) for seed in seeds for decay in DECAYS for density in size.densities),
         *(run(density, decayed=part, seed=seed) for seed in seeds for part in DECAYED for density in few),
-        *(run(density, decayed=part, lr=lr) for lr in (_LR / 2, 2 * _LR) for part in DECAYED for density in few),
+        *(run(density, decayed=part, lr=lr) for lr in (LR / 2, 2 * LR) for part in DECAYED for density in few),
         *(run(density, decay="coupled") for density in size.densities),
-        *(run(density, decay="coupled", lr=lr) for lr in (_LR / 2, 2 * _LR) for density in few),
+        *(run(density, decay="coupled", lr=lr) for lr in (LR / 2, 2 * LR) for density in few),
         *(run(density, base_width, weight_decay=decay) for decay in DECAYS for density in few),
         *_elsewhere(run, size, (few[0], few[-1])),
     ]
@@ -90,7 +90,7 @@ class _Setting(NamedTuple):
     sparsity: float
     decay: str = "independent"
     decayed: str = "all"
-    lr: float = _LR
+    lr: float = LR
 
     @property
     def density(self) -> str:
@@ -215,9 +215,7 @@ def _rates(losses: dict[_Setting, Losses], inside: dict[_Setting, Losses]) -> Cl
     """Whether half or twice the learning rate is no better, with the usual decay."""
     costs = {}
     for setting, own in inside.items():
-        around = [
-            losses[setting._replace(lr=lr)][WEIGHT_DECAY] for lr in (_LR / 2, 2 * _LR) if setting._replace(lr=lr) in losses
-        ]
+        around = [losses[setting._replace(lr=lr)][WEIGHT_DECAY] for lr in (LR / 2, 2 * LR) if setting._replace(lr=lr) in losses]
         if around:
             costs[setting.density] = own[WEIGHT_DECAY] / min(own[WEIGHT_DECAY], *around) - 1
     return Claim(

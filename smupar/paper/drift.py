@@ -21,7 +21,13 @@ from smupar.study.space import with_fields
 from smupar.updates.trace import Trace
 
 _DENSITIES = {"cpu": (1.0, 1 / 8), "small": (1.0, 1 / 8, 1 / 32), "paper": (1.0, 1 / 8, 1 / 32)}
-_WAYS: dict[str, dict[str, object]] = {"no decay": {"weight_decay": 0.0}, "independent": {}, "coupled": {"decay": "coupled"}}
+_WAYS: dict[str, dict[str, object]] = {
+    "no decay": {"weight_decay": 0.0},
+    "independent": {},
+    "coupled": {"decay": "coupled"},
+    "size held": {"decay": "held"},
+}
+_IN_WORDS = {"independent": "independent decay", "coupled": "coupled decay", "size held": "held sizes"}
 _NUM_STEPS_SHOWN = 8
 
 Ratios = dict[str, dict[int, float]]  # "kind of decay, density" -> step, counted from 1 -> ratio
@@ -56,7 +62,12 @@ def from_facts(facts: dict[str, Any]) -> Ratios:
 
 
 def _way(run: RunConfig) -> str:
-    return "no decay" if run.weight_decay == 0 else run.decay
+    return "no decay" if run.weight_decay == 0 else "size held" if run.decay == "held" else run.decay
+
+
+def _measured_ways(ratios: Ratios) -> list[str]:
+    """The ways that these ratios are of. The first published ones have no held sizes."""
+    return [way for way in _WAYS if any(name.startswith(f"{way},") for name in ratios)]
 
 
 def _ratios(trace: Trace, dense: Trace) -> dict[int, float]:
@@ -79,7 +90,7 @@ def _table(ratios: Ratios) -> str:
 
 def draw(ratios: Ratios) -> list[Panel]:
     panels = []
-    for way in _WAYS:
+    for way in _measured_ways(ratios):
         own = {name.partition(", ")[2]: points for name, points in ratios.items() if name.startswith(f"{way},")}
         lines = tuple(
             Line(name, tuple(Point(step, ratio) for step, ratio in points.items()), number / max(1, len(own) - 1))
@@ -91,7 +102,9 @@ def draw(ratios: Ratios) -> list[Panel]:
 
 def claim(ratios: Ratios) -> Claim:
     """Claims about the lowest density, and about all densities with the rule's own decay."""
-    last = {way: next(own for name, own in reversed(ratios.items()) if name.startswith(f"{way},")) for way in _WAYS}
+    last = {
+        way: next(own for name, own in reversed(ratios.items()) if name.startswith(f"{way},")) for way in _measured_ways(ratios)
+    }
     step = max(last["no decay"])
     first, ends = last["no decay"][1], {way: own[step] for way, own in last.items()}
     return all_of(
@@ -106,9 +119,10 @@ def claim(ratios: Ratios) -> Claim:
         *(
             Claim(
                 ends[way] < ends["no decay"] / 2,
-                f"with {way} decay it ends at {ends[way]:.2g}x, less than half of {ends['no decay']:.2g}x asked",
+                f"with {_IN_WORDS[way]} it ends at {ends[way]:.2g}x, less than half of {ends['no decay']:.2g}x asked",
             )
-            for way in ("independent", "coupled")
+            for way in _IN_WORDS
+            if way in ends
         ),
     )
 

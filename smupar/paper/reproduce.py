@@ -48,7 +48,7 @@ EVERY = "all"  # what the command calls all figures
 MADE_ON = "made-on.json"  # the device and versions of a measurement without runs
 FIGURES = (
     *("tab01", "fig01", "fig03", "fig05", "fig06", "fig07", "fig08", "fig09", "fig10", "fig11", "fig12", "fig13", "fig14"),
-    *("tab02", "tab03", "tab04", "wpn", "patterns", "thin", "decay", "drift", "depth", "controls"),
+    *("tab02", "tab03", "tab04", "wpn", "patterns", "thin", "decay", "drift", "held", "depth", "controls"),
 )
 FINDINGS = {
     1: "Increasing sparsity makes activations and gradients vanish under SP and muP",

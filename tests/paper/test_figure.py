@@ -13,7 +13,7 @@ from smupar.check.coordinates.verdict import Slope
 from smupar.lm.config.presets import TABLE_3
 from smupar.paper import fig05 as fig05_module
 from smupar.paper import fig12 as fig12_module
-from smupar.paper import publish, tab02, tab03
+from smupar.paper import held, publish, tab02, tab03
 from smupar.paper.figure import RULES, USUAL_SPREAD, Claim, all_of, curves, is_stable
 from smupar.paper.reproduce import FIGURES, figure
 from smupar.paper.settings import Scale
@@ -254,7 +254,7 @@ def test_figure_3_reads_the_tuned_runs_of_sp_before_the_proxy_has_ended(tmp_path
 def test_runs_of_every_figure_have_the_decay_and_clipping_that_were_asked_for():
     for scale, numbers in ((Scale("cpu"), {(0.1, 1.0)}), (Scale("cpu", weight_decay=0.0, clip=None), {(0.0, None)})):
         for name in FIGURES:
-            if name not in ("decay", "drift") and (runs := figure(name).runs):
+            if name not in ("decay", "drift", "held") and (runs := figure(name).runs):
                 assert {(run.weight_decay, run.clip) for run in runs(scale)} == numbers
     assert [Scale("cpu").folder, Scale("cpu", weight_decay=0.0, clip=None).folder] == ["cpu", "cpu-decay-0-no-clip"]
 
@@ -421,6 +421,31 @@ def test_patterns_and_thin_masks_are_compared_with_the_dense_model():
     assert thin.claim(thinner).holds
     assert "8: 4x" in thin.claim(thinner).text
     assert not thin.claim(parabolas(thin.runs(CPU), lambda run: -7 - 2 * (run.sparsity > 0))).holds
+
+
+def ways_to_decay(loss):
+    """Rows of the study of held sizes, with the loss that ``loss`` gives for a way and a configuration."""
+    runs = figure("held").runs(Scale("small", "data/wiki8k", 8192))
+    return [finished(run, loss(held.way_of(run), run)) for run in runs]
+
+
+def test_held_sizes_are_compared_with_every_kind_of_decay():
+    losses = {held.NO_DECAY: 4.0, held.DECAY: 3.9, held.HIDDEN: 3.92, held.NORMS: 3.99, held.HELD: 3.88}
+    claim = held.claim(ways_to_decay(lambda way, run: losses[way] + 0.1 * math.log2(run.lr / 2**-6) ** 2))
+    assert claim.holds
+    assert [part.text for part in claim.parts[:2]] == [
+        "holding the size is better than no decay at every sparse density: +3.0% at 1/8, +3.0% at 1/32; decay: +2.5% at 1/8, "
+        "+2.5% at 1/32",
+        "decay of norms alone gives less than half of that: +0.2% at 1/8, +0.2% at 1/32; of hidden weights alone: "
+        "+2.0% at 1/8, +2.0% at 1/32",
+    ]
+    moved = lambda way, run: losses[way] - 0.05 * (way == held.HELD and run.steps == 8000 and run.lr == 2**-7)  # noqa: E731
+    parts = held.claim(ways_to_decay(moved)).parts
+    assert [part.holds for part in parts] == [True, True, True, False, True]
+    assert "(density 1, width 512, 8000 steps)" in parts[3].text
+    losses[held.HELD] = 3.95
+    assert [part.holds for part in held.claim(ways_to_decay(moved)).parts] == [True, True, True, False, False]
+    assert len(held.draw(ways_to_decay(moved))) == 9
 
 
 def decayed(scan, other=lambda config: 1.0):

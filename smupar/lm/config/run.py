@@ -163,10 +163,11 @@ class RunConfig:
     """width: epsilon shrinks with the width, like the gradients."""
     weight_decay: float = 0.1
     """Weight decay: at each step weights shrink by the learning rate times this."""
-    decay: Literal["independent", "coupled"] = "independent"
-    """independent: LR times decay stays as tuned; coupled: as in the paper's reference code."""
-    decayed: Literal["all", "matrices", "hidden"] = "all"
-    """Which parameters weight decay shrinks: all, all but norms and biases, or only hidden weights."""
+    decay: Literal["independent", "coupled", "held"] = "independent"
+    """independent: LR times decay stays as tuned; coupled: as in the paper's reference code; held: hidden weights do not decay,
+    but are scaled back to their initial size after each step."""
+    decayed: Literal["all", "matrices", "hidden", "vectors"] = "all"
+    """Which parameters weight decay shrinks: all, all but norms and biases, only hidden weights, or only norms and biases."""
     clip: float | None = None
     """Gradients with a larger norm are clipped to this norm."""
     schedule: Literal["linear", "linear-to-zero", "constant", "cosine"] = "linear"

@@ -51,18 +51,18 @@ def as_text(values: Mapping[str, Any], depth: int = 1) -> str:
     """The text of ``json.dumps(values, indent=1)``, in a fifth of the time, since json does not use its C encoder with an
     indent. The page of a large study hashes thousands of runs before it opens."""
     space = "\n" + " " * depth
-    parts = [f"{_scalar(name)}: {_valueas_text(value, depth + 1)}" for name, value in values.items()]
+    parts = [f"{_scalar(name)}: {_value_as_text(value, depth + 1)}" for name, value in values.items()]
     return f"{{{space}{f',{space}'.join(parts)}{space[:-1]}}}"
 
 
-def _valueas_text(value: Any, depth: int) -> str:
+def _value_as_text(value: Any, depth: int) -> str:
     if isinstance(value, float) and math.isfinite(value):
         return float.__repr__(value)
     if isinstance(value, dict):
         return as_text(value, depth)
     if isinstance(value, (list, tuple)) and value:
         space = "\n" + " " * depth
-        return f"[{space}{f',{space}'.join(_valueas_text(each, depth + 1) for each in value)}{space[:-1]}]"
+        return f"[{space}{f',{space}'.join(_value_as_text(each, depth + 1) for each in value)}{space[:-1]}]"
     return json.dumps(value) if isinstance(value, (list, tuple)) else _scalar(value)
 
 

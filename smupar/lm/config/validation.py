@@ -157,6 +157,10 @@ def _check_optimizer(run: RunConfig) -> None:
     )
     refuse(not all(0 <= beta < 1 for beta in run.betas), f"betas must lie in [0, 1), got {run.betas}")
     refuse(
+        run.decay == "held" and run.prunes,
+        "a weight that is pruned has no initial size to be held at: choose another --decay, or masks that keep their density",
+    )
+    refuse(
         run.clip is not None and not 0 < run.clip < math.inf,
         f"clip must be a number above 0, got {run.clip}: leave it out for no clipping",
     )

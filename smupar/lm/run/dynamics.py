@@ -1,4 +1,4 @@
-"""Makes the sparsifier of a run from its configuration, and reads the trace that it follows."""
+"""Makes what acts on a run's weights after each step of its optimizers, and reads the trace that it follows."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from smupar.dynamic.sparsifiers import Sparsifier, StackedSparsifier
 from smupar.execute.stacked import Stack
 from smupar.lm.config.run import RunConfig
 from smupar.lm.model.gpt import GPT, allocated
+from smupar.model.weights import hidden_weights
+from smupar.optim.groups import HELD
+from smupar.optim.held_sizes import HeldSizes
 from smupar.plan.plan import Plan
 from smupar.updates.trace import Trace
 
@@ -24,6 +27,15 @@ def make_stacked_sparsifier(stack: Stack, plans: Sequence[Plan], configs: Sequen
     goals = enumerate(_goal(config, plan) for config, plan in zip(configs, plans, strict=True))
     moving = {model: goal for model, goal in goals if goal is not None}
     return StackedSparsifier(stack, moving) if moving else None
+
+
+def make_held_sizes(model: GPT, plan: Plan, config: RunConfig) -> HeldSizes | None:
+    return HeldSizes(hidden_weights(model, plan), {0: plan}) if config.decay == HELD else None
+
+
+def make_stacked_held_sizes(stack: Stack, plans: Sequence[Plan], configs: Sequence[RunConfig]) -> HeldSizes | None:
+    held = {k: plan for k, (plan, config) in enumerate(zip(plans, configs, strict=True)) if config.decay == HELD}
+    return HeldSizes({name: stack.weights[name] for name in sorted(stack.hidden)}, held) if held else None
 
 
 def _goal(config: RunConfig, plan: Plan) -> MaskGoal | None:

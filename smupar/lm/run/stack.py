@@ -20,7 +20,7 @@ from smupar.lm.data.shards import Tokens
 from smupar.lm.model.gpt import GPT, AttentionKernel, build, ends_of_branches, use_attention
 from smupar.lm.run import checkpoint
 from smupar.lm.run.distributed import World
-from smupar.lm.run.dynamics import make_stacked_sparsifier, read_trace
+from smupar.lm.run.dynamics import make_stacked_held_sizes, make_stacked_sparsifier, read_trace
 from smupar.lm.run.folder import Summary, write_facts
 from smupar.lm.run.schedule import lr_share
 from smupar.lm.run.step import next_token_loss
@@ -116,6 +116,7 @@ class GPTStack:
         measured = first.record or any(trace is not None for trace in traces)
         self.law = parse_law(first.law)
         self.updates = StackedUpdates(self.stack, plans, traces, first.steps, first.round_steps, self.law) if measured else None
+        self.held_sizes = make_stacked_held_sizes(self.stack, plans, self.configs)
         self.sparsifier = make_stacked_sparsifier(self.stack, plans, self.configs)
 
     @property
@@ -198,6 +199,8 @@ class GPTStack:
             self.updates.after(step, shares)
         if self.sparsifier is not None:
             self.sparsifier.after(step)
+        if self.held_sizes is not None:
+            self.held_sizes.step()
         return losses
 
     def validate(self, *, until: Callable[[], bool] = lambda: False) -> list[float] | None:

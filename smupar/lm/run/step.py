@@ -22,7 +22,7 @@ from smupar.lm.data.shards import Tokens
 from smupar.lm.model.cost import fitting_micro_batch
 from smupar.lm.model.gpt import use_flex_attention
 from smupar.lm.run.distributed import World, accumulate, build_on_device, reshard, wrap
-from smupar.lm.run.dynamics import make_sparsifier, read_trace
+from smupar.lm.run.dynamics import make_held_sizes, make_sparsifier, read_trace
 from smupar.lm.run.optimizers import make_optimizers, set_lr
 from smupar.lm.run.schedule import lr_share
 from smupar.plan.facts.optimizers import facts_of
@@ -71,6 +71,7 @@ class Stepper:
         audit(self.model, self.plan, self.optimizers)
         self.updates = self._updates(trace or read_trace(config))
         self.observer = observe(self.model, self.plan, self.optimizers, steps=config.steps) if how.observe else None
+        self.held_sizes = make_held_sizes(self.model, self.plan, config)
         self.sparsifier = make_sparsifier(self.model, self.plan, self.optimizers, config)
         self.forward = wrap(self.model, world)
         self.loss_fn = next_token_loss
@@ -156,7 +157,7 @@ class Stepper:
             return self._update(*self._batch(self.corpus.train, self.config.seed, step)).clone()
 
     def _passes(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Does the whole step: all micro-batches, then the optimizers, then the sparsifier."""
+        """Does the whole step: all micro-batches, the optimizers, the sparsifier, and what holds the sizes of weights."""
         total = torch.zeros((), device=self.world.device)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
@@ -172,6 +173,8 @@ class Stepper:
             optimizer.step()
         if self.sparsifier is not None:
             self.sparsifier.step()
+        if self.held_sizes is not None:
+            self.held_sizes.step()
         return total
 
     @torch.no_grad()

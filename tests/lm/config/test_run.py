@@ -56,6 +56,7 @@ def test_bad_model_raises_with_a_remedy(options, message):
         ({"betas": (0.9, 1.0)}, r"betas must lie in \[0, 1\), got \(0.9, 1.0\)"),
         ({"betas": (math.inf, 0.9)}, r"betas must lie in \[0, 1\)"),
         ({"clip": 0.0}, "clip must be a number above 0, got 0.0: leave it out for no clipping"),
+        ({"decay": "held", "dynamic": "gmp", "sparsity": 0.5}, "choose another --decay, or masks that keep their density"),
         ({"steps": 10, "warmup": 11}, r"warmup must lie in \[0, steps = 10\], got 11"),
         ({"warmup": -1}, r"warmup must lie in \[0, steps = 400\], got -1"),
         (
