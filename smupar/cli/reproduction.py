@@ -88,7 +88,7 @@ def _carried_out(names: Sequence[str], carry_out: Callable[[str], Reproduced], w
     for name in names:
         ended.append(carry_out(name))
         if len(names) > 1:
-            say(f"{ended[-1].verdict} {name}: {ended[-1].claim.text}")
+            say(f"{ended[-1].verdict} {name}: {ended[-1].title}")
         _publish(ended[-1], wanted, publish)
     holds = all(done.claim.holds for done in ended)
     return Reply(
@@ -110,5 +110,8 @@ def _reproduced(done: Reproduced) -> list[Told]:
     missing = f" ({done.missing} runs are missing)" if done.missing else ""
     lines = [Told(f"{done.name}: {done.title}{missing}", done.verdict, _TONES[done.claim.holds])]
     several = len(parts) > 1
-    lines += [Told(part.text, verdict_of(part) if several else "", _TONES[part.holds], indent="  ") for part in parts]
+    for part in parts:
+        lines.append(Told(part.statement, verdict_of(part) if several else "", _TONES[part.holds], indent="  "))
+        if part.numbers:
+            lines.append(Told(part.numbers, indent="    "))
     return [*lines, Told(str(done.folder))]

@@ -111,7 +111,7 @@ def _row(columns: dict[str, list[Curve]], method: str) -> list[Panel]:
     for name, own in columns.items():
         measured_from = _from_dense(columns, name)
         drawn = panel(own, f"{method}, {name}")
-        panels.append(replace(drawn, title=moving(f"{method}, {name}", measured_from), marked_x=measured_from[0].best))
+        panels.append(replace(drawn, finding=moving(measured_from), marked_x=measured_from[0].best))
     return panels
 
 

@@ -19,6 +19,7 @@ claim           answers yes, no, or that nothing can be told, with numbers
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,8 @@ NUM_SPREADS = 2
 # The spread of seeds for figures with one seed: the median over the configurations of Figures 6 and 12 that have three seeds.
 USUAL_SPREAD = 0.002
 MORE = 1.1  # one optimum moves more than another if its move is larger by this factor
+# Where numbers follow, perhaps those of a rule (": SP +3.8% at 0.75"), or powers of the density.
+_NUMBERS = re.compile(r": (?=(?:\w+ )?[+-]?\d|as density\^)")
 _AXES = {"lr": "learning rate", "init_std": "init std"}
 
 
@@ -52,8 +55,18 @@ class Claim:
     """Whether the paper's statement about a figure holds for these runs, with the numbers that decide it."""
 
     holds: bool | None  # None if these runs cannot tell
-    text: str
+    text: str  # a statement; long lists of numbers come last, after a colon
     parts: tuple[Claim, ...] = ()  # the parts, if this claim combines several
+
+    @property
+    def statement(self) -> str:
+        """The text without the numbers after its colon."""
+        return _NUMBERS.split(self.text, maxsplit=1)[0]
+
+    @property
+    def numbers(self) -> str:
+        """The numbers after the colon of the text; "" if there are none."""
+        return self.text[len(self.statement) + 2 :]
 
 
 def all_of(*claims: Claim) -> Claim:
@@ -192,12 +205,12 @@ def panel(
         for number, curve in enumerate(curves)
     )
     marked = curves[0].best, "best when dense"
-    return Panel(moving(heading, curves), x_label, LOSS, lines, *marked)
+    return Panel(heading, x_label, LOSS, lines, *marked, finding=moving(curves))
 
 
-def moving(heading: str, curves: Sequence[Curve]) -> str:
-    """The title of a panel, with how far the best value moves on a line of its own."""
-    return f"{heading}:\nbest moves {move_in_words(curves)}"
+def moving(curves: Sequence[Curve]) -> str:
+    """How far the best value of some curves moves, in words."""
+    return f"best moves {move_in_words(curves)}"
 
 
 def _label(curve: Curve, *, with_width: bool) -> str:

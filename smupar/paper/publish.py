@@ -235,13 +235,18 @@ def page_of(facts: dict[str, Any], pictures: Sequence[str], by_hand: str) -> str
         "",
         "## What came out",
         "",
-        *(f"- {_ANSWERS[part['holds']]}: {part['text']}" for part in facts["claims"]),
+        *(line for part in facts["claims"] for line in _came_out(Claim(part["holds"], part["text"]))),
         "",
         BY_HAND,
         "",
         by_hand,
     ]
     return "\n".join(lines) + "\n"
+
+
+def _came_out(part: Claim) -> list[str]:
+    """The answer of a part and its statement, then its numbers on a line of their own."""
+    return [f"- {_ANSWERS[part.holds]}: {part.statement}", *([f"    - {part.numbers}"] if part.numbers else [])]
 
 
 def _without(facts: dict[str, Any]) -> str:

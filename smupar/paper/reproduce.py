@@ -58,9 +58,9 @@ FINDINGS = {
 }
 _ANSWERS: dict[bool | None, str] = {True: "HOLDS", False: "DOES NOT HOLD", None: "CANNOT TELL"}
 _HEADLINES: dict[bool | None, str] = {
-    True: "The paper's claim holds at scale {scale}.",
-    False: "The paper's claim does not hold at scale {scale}.",
-    None: "The runs of scale {scale} cannot tell whether the paper's claim holds.",
+    True: "Holds at scale {scale}{parts}.",
+    False: "Does not hold at scale {scale}{parts}.",
+    None: "Scale {scale} cannot tell{parts}.",
 }
 _GIB = 2**30
 _GPT2_VOCAB = 50257
@@ -193,7 +193,7 @@ def _document(name: str, fig: Figure, claim: Claim, place: Place, rows: Sequence
     return {
         "kind": "reproduction",
         "title": f"{name}: {fig.title}",
-        "headline": _HEADLINES[claim.holds].format(scale=scale.name),
+        "headline": _HEADLINES[claim.holds].format(scale=scale.name, parts=parts_in_words(claim)),
         "sentence": f"The paper: {fig.shows}",
         "answers": [_answer(part) for part in claim.parts or (claim,)],
         "charts": [chart_of(panel) for panel in fig.draw(measured)] if fig.draw else [],
@@ -213,10 +213,20 @@ def _answer(claim: Claim) -> Answer:
     return {
         "name": "",
         "value": _ANSWERS[claim.holds].lower(),
-        "text": claim.text if claim.text.startswith("muP") else claim.text[:1].upper() + claim.text[1:],
+        "text": "\n".join(filter(None, (_capital(claim.statement), claim.numbers))),
         "tone": tones[claim.holds],
         "rule": "",
     }
+
+
+def parts_in_words(claim: Claim) -> str:
+    """How many parts of a claim hold, if they differ."""
+    holding = [part.holds for part in claim.parts].count(True)
+    return f": {holding} of {len(claim.parts)} parts hold" if len(claim.parts) > 1 and holding < len(claim.parts) else ""
+
+
+def _capital(text: str) -> str:
+    return text if text.startswith("muP") else text[:1].upper() + text[1:]
 
 
 # Results, the sha256 of the files that their runs read, and the number of runs that have not ended.

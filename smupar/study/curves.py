@@ -47,6 +47,7 @@ class Panel:
     log_x: bool = True
     whole_y: bool = False  # whether all values are shown, or only those near the best
     rule: str = ""  # title of the rule that gives the colour on a page
+    finding: str = ""  # what the curves show in a few words. A picture has it in the title, a page in its cards
     falling_x: bool = False  # whether x falls from left to right. Sparser models are always on the right
 
 
@@ -70,9 +71,9 @@ def y_range(panels: Sequence[Panel]) -> tuple[float, float]:
 
 
 def chart_of(panel: Panel) -> Chart:
-    """The panel as a chart of a page. A panel's title may have several lines, a chart's has one."""
+    """The panel as a chart of a page."""
     chart: Chart = {
-        "title": " ".join(panel.title.split()),
+        "title": panel.title,
         "rule": panel.rule or rule_in(panel.title),
         "x_label": panel.x_label,
         "y_label": _LOSS_OF_PAGE if panel.y_label == LOSS else panel.y_label,

@@ -87,7 +87,7 @@ def _has_seeds(panel: Panel) -> bool:
 
 
 def _draw_title(panel: Panel, axis: Any) -> None:
-    text = " ".join(panel.title.split())
+    text = f"{panel.title}: {panel.finding}" if panel.finding else panel.title
     colour = rule_colour(panel.rule or rule_in(text), _TEXT)
     if len(text) > _MOST_LETTERS:
         text = text.replace(": ", ":\n", 1)

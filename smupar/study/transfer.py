@@ -65,7 +65,7 @@ def define_transfer(config: TransferConfig) -> StudyDefinition:
         drawn = panels(config, verdicts, _Ids(config, results, trace))
         answers = [_answer(config, verdict) for verdict in verdicts]
         told, doubts = sentence(config, verdicts), tuple(doubts_about(config, verdicts))
-        return Findings(told, drawn, results, headline(verdicts), answers, doubts)
+        return Findings(told, drawn, results, headline(verdicts, _NAMES[config.axis]), answers, doubts)
 
     runs = proposals(config)
     stages: list[Stage] = [lambda study: runs, partial(measured_proposals, config)]
@@ -148,23 +148,25 @@ def doubts_about(config: TransferConfig, verdicts: Sequence[Verdict]) -> list[st
     return doubts
 
 
-def headline(verdicts: Sequence[Verdict], *, so_far: bool = False) -> str:
-    """How far each rule's optimum moved, in a few words, and how far is too far. ``so_far`` is for an unfinished study."""
-    has, stays, yet = ("has ", "stays", " so far") if so_far else ("", "stayed", "")
-    moves = []
-    for verdict in verdicts:
-        title, factor, words = title_of(verdict.rule), farthest_move(verdict.curves), verdict.moved_words
-        if math.isinf(factor):
-            moves.append(f"{title} has no optimum on some targets")
-        elif words.startswith("?"):
-            moves.append(f"{title} is best on the edge of the grid")
-        elif verdict.tone == "good":
-            moves.append(f"{title} {stays} within {times(max(factor, 1.05))}{yet}")
-        else:
-            edge = " (its best is at the edge of the grid)" if verdict.tone == "unclear" else ""
-            moves.append(f"{title} {has}moved {words}{yet}{edge}")
-    limit = f" Up to {times(STABLE)} counts as staying." if any(verdict.tone != "bad" for verdict in verdicts) else ""
-    return "; ".join(moves) + "." + limit if moves else ""
+def headline(verdicts: Sequence[Verdict], name: str, *, so_far: bool = False) -> str:
+    """Under which rules the best value transfers. The cards say how far it moved. ``so_far`` is for an unfinished study."""
+    good, bad, unclear = (
+        _listed([title_of(verdict.rule) for verdict in verdicts if verdict.tone == tone]) for tone in ("good", "bad", "unclear")
+    )
+    said = []
+    if good:
+        said.append(f"the {name} transfers under {good} (its best stays within {times(STABLE)})")
+    if bad:
+        said.append(f"not under {bad}" if good else f"the {name} does not transfer under {bad}")
+    if unclear:
+        said.append(f"these runs cannot tell about {unclear}")
+    text = ", ".join(said)
+    return f"So far {text}." if text and so_far else f"{text[:1].upper()}{text[1:]}." if text else ""
+
+
+def _listed(names: Sequence[str]) -> str:
+    *first, last = names or ("",)
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 def _answer(config: TransferConfig, verdict: Verdict) -> Answer:
@@ -208,7 +210,7 @@ def _read_so_far(config: TransferConfig, study: Study) -> Findings:
             panel = _with_move(panel, verdicts[-1])
         drawn.append(panel)
     doubt = _unsettled(open_setups, len(drawn) * len(drawn[0].lines)) if open_setups else ""
-    first = headline(verdicts, so_far=True) or f"No optimum is known yet: {len(results)} runs have ended."
+    first = headline(verdicts, _NAMES[config.axis], so_far=True) or f"No optimum is known yet: {len(results)} runs have ended."
     answers, doubts = [_answer(config, verdict) for verdict in verdicts], (doubt,) if doubt else ()
     return Findings(doubt, drawn, results, first, answers, doubts)
 
@@ -278,8 +280,7 @@ def panels(config: TransferConfig, verdicts: Sequence[Verdict], ids: _Ids | None
 
 def _with_move(panel: Panel, verdict: Verdict) -> Panel:
     """The panel of a rule, with how far its optimum moved."""
-    title = f"{title_of(verdict.rule)}: best moves {verdict.moved_words}"
-    return replace(panel, title=title)
+    return replace(panel, finding=f"best moves {verdict.moved_words}")
 
 
 def _panel(config: TransferConfig, rule: str, curves: Sequence[Curve], ids: _Ids | None) -> Panel:

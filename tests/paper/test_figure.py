@@ -469,3 +469,18 @@ def test_decay_holds_only_if_the_dense_optimum_serves_every_density():
     moved = [finished(row.config, valley(0.1 if row.config.sparsity == 0 else 0.4)(row.config.weight_decay) * worse(row.config))
              for row in decayed(valley(0.1), worse)]  # fmt: skip
     assert not claim(moved).holds
+
+
+@pytest.mark.parametrize(
+    ("statement", "numbers"),
+    [
+        ("SP ends above SmuPar at every density", "+6.1% at 1/8, +10.6% at 1/32"),
+        ("others lose more, by more than 1.2%", "SP +3.8% at 0.75"),
+        ("moves and costs by number", "64: 1.6x, +0.0%"),
+        ("2:4: the best learning rate moves 1.1x", ""),
+        ("GMP: SmuPar's best learning rate falls by 3.8x in all: more than 2x asked", ""),
+    ],
+)
+def test_numbers_of_a_claim_follow_its_statement(statement, numbers):
+    said = Claim(True, ": ".join(filter(None, (statement, numbers))))
+    assert (said.statement, said.numbers) == (statement, numbers)

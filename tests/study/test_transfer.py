@@ -42,17 +42,17 @@ def test_moves_to_the_edge_of_the_grid_are_not_said_to_be_known(optima, words):
 @pytest.mark.parametrize(
     ("optima", "told", "tone"),
     [
-        ((-7, -6), "stayed within 2x. Up to 2x counts as staying.", "good"),
-        ((-7, -5.5), "moved 2.8x.", "bad"),
-        ((-5, -4), "moved 2x or further (its best is at the edge of the grid). Up to 2x counts as staying.", "unclear"),
-        ((-4, -4), "is best on the edge of the grid. Up to 2x counts as staying.", "unclear"),
-        ((-6, -4), "moved 4x or further.", "bad"),
+        ((-7, -6), "The learning rate transfers under SmuPar (its best stays within 2x).", "good"),
+        ((-7, -5.5), "The learning rate does not transfer under SmuPar.", "bad"),
+        ((-5, -4), "These runs cannot tell about SmuPar.", "unclear"),
+        ((-4, -4), "These runs cannot tell about SmuPar.", "unclear"),
+        ((-6, -4), "The learning rate does not transfer under SmuPar.", "bad"),
     ],
 )
 def test_lower_bound_of_a_move_is_no_pass(optima, told, tone):
     proxy, target = (curve(optimum) for optimum in optima)  # the grid ends at 2^-4
     verdict = Verdict("smupar", proxy, (target,))
-    assert headline([verdict]) == f"SmuPar {told}"
+    assert headline([verdict], "learning rate") == told
     assert verdict.tone == tone
 
 
@@ -245,3 +245,13 @@ def test_transfer_to_depths_below_the_base_is_refused():
         TransferConfig(run=replace(TINY, model=replace(TINY.model, depth=4), base_depth=2), depths=(1, 4))
     with pytest.raises(ValueError, match="leave out --proxy-depth"):
         TransferConfig(run=TINY, depths=(2, 4), proxy_depth=2)
+
+
+def test_headline_names_the_rules_under_which_the_best_value_transfers():
+    optima = {"sp": -4.5, "mup": -5, "smupar": -7.5}  # from -7: moves of 5.7x, 4x and 1.4x on a grid that ends at 2^-4
+    verdicts = [Verdict(rule, curve(-7), (curve(optimum),)) for rule, optimum in optima.items()]
+    whole = "transfers under SmuPar (its best stays within 2x), not under SP and muP."
+    assert headline(verdicts, "learning rate") == f"The learning rate {whole}"
+    assert headline(verdicts, "init std", so_far=True) == f"So far the init std {whole}"
+    assert headline(verdicts[:2], "learning rate") == "The learning rate does not transfer under SP and muP."
+    assert headline([], "learning rate") == ""

@@ -129,7 +129,7 @@ class serving_when_it_has_begun:  # noqa: N801 (a context manager, as serving is
 def test_points_tell_and_lead_to_their_runs(visit, served):
     page = visit(served[0].url)
     choose(page, "all")
-    chart = page.locator(".chart", has=page.get_by_role("heading", name="SmuPar: best moves 1.4x"))
+    chart = page.locator(".chart", has=page.get_by_role("heading", name="SmuPar"))
     marks = chart.locator(".scatterlayer .trace").nth(0).locator("path.point")
     marks.nth(2).hover(force=True)
     said = chart.locator(".hoverlayer").text_content()
@@ -178,7 +178,7 @@ def test_waiting_points_are_hollow_and_diverged_ones_are_crosses(visit, served):
     )
     assert ["circle-open"] * 5 in symbols[1]
     assert "x-thin" in symbols[1]
-    assert page.locator(".headline").inner_text() == "SP has moved 4x so far."
+    assert page.locator(".headline").inner_text() == "So far the learning rate does not transfer under SP."
     assert page.locator(".counts").inner_text().split("\n") == ["19 of 24 runs done", "5 waiting", "1 diverged"]
 
 
@@ -234,7 +234,7 @@ def test_studies_are_compared(visit, served):
     explore(page)
     page.select_option("#compare", key)
     page.wait_for_selector(".comparison")
-    assert "SP has moved 4x so far." in page.locator(".comparison").inner_text()
+    assert "So far the learning rate does not transfer under SP." in page.locator(".comparison").inner_text()
     assert page.evaluate("document.querySelectorAll('#charts .plot')[0].data.length") > before
     assert page.locator("#charts .keys li", has_text="compared: sparsity 0.75").count() == 2
 
@@ -296,7 +296,10 @@ def test_page_works_from_a_disk(visit, served, tmp_path):
     folder = served[1]
     write_page(tmp_path / "report.html", StudyView(folder / "all").document())
     page = visit((tmp_path / "report.html").as_uri())
-    assert page.locator(".headline").inner_text() == "SP moved 4x; SmuPar stayed within 1.4x. Up to 2x counts as staying."
+    assert (
+        page.locator(".headline").inner_text()
+        == "The learning rate transfers under SmuPar (its best stays within 2x), not under SP."
+    )
     assert page.locator("#charts .plot").count() == 2
     page.locator("tbody .open").first.click()
     page.get_by_role("dialog").locator(".plot .main-svg").first.wait_for()
@@ -328,7 +331,9 @@ def test_zoom_survives_new_data(visit, served):
 def test_overview_leads_to_each_source_and_back(visit, served):
     page = visit(served[0].url)
     page.wait_for_selector("#main a >> text=part")
-    page.wait_for_function("() => document.querySelector('#main tbody').innerText.includes('SP has moved 4x so far.')")
+    page.wait_for_function(
+        "() => document.querySelector('#main tbody').innerText.includes('So far the learning rate does not transfer under SP.')"
+    )
     assert page.locator("#main tbody tr").count() == 3
     assert "not finished, 19 of 24 runs" in page.locator("#main tbody tr", has_text="part").inner_text()
     listed = [

@@ -64,7 +64,7 @@ def test_documents_are_listed_and_served(watch, tmp_path):
     assert status == 200
     assert page.startswith(b"<!doctype html>")
     document = client.json(f"/document.json?key={client.keys()['study']}")
-    assert document["headline"] == "SP moved 4x; SmuPar stayed within 1.4x. Up to 2x counts as staying."
+    assert document["headline"] == "The learning rate transfers under SmuPar (its best stays within 2x), not under SP."
     (listed,) = client.json("/state.json")["documents"]
     assert (listed["title"], listed["version"]) == ("Does the learning rate transfer?", document["version"])
 

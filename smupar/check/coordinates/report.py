@@ -25,11 +25,15 @@ from smupar.check.coordinates.verdict import (
     slopes,
     thresholds,
 )
+from smupar.output.colours import mixed, rule_colour
 from smupar.output.files import write_atomic
 from smupar.output.page import write_page
 from smupar.output.pictures import new_figure, save_figure
 from smupar.plan.plan import Plan
 from smupar.rules import get_rule
+
+
+_DARK = "#1f2430"  # of texts, and of lines at the first step
 
 
 @dataclass
@@ -181,23 +185,22 @@ def _slope_text(slope: Slope) -> str:
 
 
 def _draw(report: Report, quantities: tuple[str, ...]) -> Any:
-    """Draws the picture of ``Report.plot``. Columns of one axis are next to each other; lines go from dark to light."""
+    """Draws the picture of ``Report.plot``. Columns of one axis are next to each other; lines go from dark, at the first step,
+    to the colour of their rule."""
     panels = [(axis, rule) for axis in dict.fromkeys(slope.axis for slope in report.slopes) for rule in report.rules]
-    figure = new_figure(figsize=(3.1 * len(panels) + 1.2, 2.4 * len(quantities) + 0.8), layout="constrained")
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import Normalize
-
+    figure = new_figure(figsize=(3.1 * len(panels) + 0.6, 2.4 * len(quantities) + 0.8), layout="constrained")
     grid = figure.subplots(len(quantities), len(panels), sharey="row", squeeze=False)
     steps = sorted({reading.step for reading in report.readings if reading.step > 0})
-    colours: Any = ScalarMappable(Normalize(steps[0], steps[-1] + 1), "cividis")  # colour-blind readers see it too
     for row, quantity in enumerate(quantities):
         for column, (axis, rule) in enumerate(panels):
             panel = grid[row][column]
             ticks = sorted({getattr(reading, axis) for reading in report.readings})
-            for step in steps:
+            colour = rule_colour(get_rule(rule).title)
+            for number, step in enumerate(steps):
+                shade = mixed(_DARK, colour, number / max(1, len(steps) - 1))
                 points = mean_sizes(report, axis, rule, quantity, step)
                 xs = sorted(points)
-                panel.plot(xs, [points[x] for x in xs], color=colours.to_rgba(step), marker="o", markersize=3, linewidth=1.2)
+                panel.plot(xs, [points[x] for x in xs], color=shade, marker="o", markersize=3, linewidth=1.3)
             panel.set_xscale("log", base=2)
             if panel.lines and any(len(line.get_xdata()) for line in panel.lines):
                 panel.set_yscale("log", base=2)
@@ -205,16 +208,23 @@ def _draw(report: Report, quantities: tuple[str, ...]) -> Any:
                 panel.text(0.5, 0.5, "not measured", transform=panel.transAxes, ha="center")
             panel.set_xticks(ticks, [_tick(x, axis) for x in ticks])
             panel.minorticks_off()
-            panel.grid(True, alpha=0.3)
+            panel.grid(True, color="0.92")
+            panel.set_axisbelow(True)
+            panel.spines[["top", "right"]].set_visible(False)
+            panel.spines[["left", "bottom"]].set_color("0.6")
+            panel.tick_params(color="0.6", labelcolor=_DARK, labelsize=9)
             if axis == "density":
                 panel.invert_xaxis()  # sparser to the right
             if row == 0:
-                panel.set_title(f"{get_rule(rule).title}: {report.axis_verdict(rule, axis)}", fontsize=10)
+                title = f"{get_rule(rule).title}: {report.axis_verdict(rule, axis)}"
+                panel.set_title(title, fontsize=10.5, fontweight="bold", loc="left", color=colour)
             if row == len(quantities) - 1:
                 panel.set_xlabel(axis)
             if column == 0:
                 panel.set_ylabel(f"{quantity} (RMS, hidden layers)", fontsize=9)
-    figure.colorbar(colours, ax=grid, label="step", shrink=0.5, ticks=sorted({steps[0], steps[-1]}))
+    last = grid[0][-1].lines
+    keys = {f"step {step}": line for step, line in ((steps[0], last[0]), (steps[-1], last[len(steps) - 1]))}
+    figure.legend(list(keys.values()), list(keys), loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     return figure
 
 
