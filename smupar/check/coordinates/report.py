@@ -32,7 +32,6 @@ from smupar.output.pictures import new_figure, save_figure
 from smupar.plan.plan import Plan
 from smupar.rules import get_rule
 
-
 _DARK = "#1f2430"  # of texts, and of lines at the first step
 
 

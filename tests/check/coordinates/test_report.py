@@ -89,7 +89,7 @@ def test_plot_writes_a_png(report, tmp_path):
     assert len(panels) == 3 * 3 * 2  # quantities, rules, axes
     assert all(len(axes.get_lines()) == 2 for axes in panels)  # steps
     assert all((axes.get_xscale(), axes.get_yscale()) == ("log", "log") for axes in panels)
-    titles = [axes.get_title() for axes in panels if axes.get_title()]
+    titles = [axes.get_title("left") for axes in panels if axes.get_title("left")]
     named = [(axis, rule, title) for axis in ("width", "density") for rule, title in TITLES.items()]
     assert titles == [f"{title}: {report.axis_verdict(rule, axis)}" for axis, rule, title in named]
 
