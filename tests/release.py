@@ -30,8 +30,10 @@ def problems(root: Path, tag: str | None = None) -> list[str]:
     if heading and heading["date"] and f"\ndate-released: {heading['date']}\n" not in read("CITATION.cff"):
         found.append(f"CITATION.cff does not say 'date-released: {heading['date']}', as CHANGELOG.md does")
     found += [f"README.md links to {link!r}, which PyPI cannot resolve" for link in relative_links(read("README.md"))]
-    if "is not on PyPI yet" in read("README.md"):
-        found.append("README.md says that this version is not on PyPI yet: take that out")
+    found += [
+        f"README.md says {words!r}, which a release makes untrue: word it so that it stays true"
+        for words in dated(read("README.md"))
+    ]
     if tag not in (None, f"v{version}"):
         found.append(f"the tag is {tag}, and the version is {version}: the tag should be v{version}")
     if tag is None and f"v{version}" in _git(root, "tag").split():
@@ -44,6 +46,11 @@ def problems(root: Path, tag: str | None = None) -> list[str]:
 def relative_links(text: str) -> list[str]:
     """Targets of Markdown links and pictures that are neither absolute nor inside the page."""
     return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith(("https://", "http://", "#"))]
+
+
+def dated(text: str) -> list[str]:
+    """Words about whether a version is released. They would have to be changed by hand for each release."""
+    return re.findall(r"not (?:yet )?on PyPI(?: yet)?|unreleased|not released", text, re.IGNORECASE)
 
 
 def urls() -> dict[str, str]:

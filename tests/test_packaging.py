@@ -42,6 +42,7 @@ def test_wheel_holds_the_package_its_types_and_sources_and_no_tests(built):
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         metadata = archive.read(f"smupar-{smupar.__version__}.dist-info/METADATA").decode()
+    assert metadata.startswith("Metadata-Version: 2.4\n")
     inside = {name for name in names if ".dist-info/" not in name}
     assert inside == _of_the_package()
     sources = {f"smupar/execute/sparse/{name}" for name in ("kernel.cpp", "bf16.cuh", "tiles.cu", "semi.cu")}
@@ -170,7 +171,7 @@ def test_release_is_ready_when_all_files_agree(checkout):
         ("CHANGELOG.md", "2026-11-18", "2026-11-19", "does not say 'date-released: 2026-11-19'"),
         ("CITATION.cff", "version: 0.1.0", "version: 0.0.9", "does not say 'version: 0.1.0'"),
         ("README.md", "https://example.org/rules.md", "docs/rules.md", "README.md links to 'docs/rules.md'"),
-        ("README.md", "](", " is not on PyPI yet](", "README.md says that this version is not on PyPI yet"),
+        ("README.md", "](", " is not on PyPI yet](", "README.md says 'not on PyPI yet', which a release makes untrue"),
     ],
 )
 def test_release_names_what_is_not_ready(checkout, name, old, new, said):

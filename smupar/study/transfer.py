@@ -210,7 +210,7 @@ def _read_so_far(config: TransferConfig, study: Study) -> Findings:
             panel = _with_move(panel, verdicts[-1])
         drawn.append(panel)
     doubt = _unsettled(open_setups, len(drawn) * len(drawn[0].lines)) if open_setups else ""
-    first = headline(verdicts, _NAMES[config.axis], so_far=True) or f"No optimum is known yet: {len(results)} runs have ended."
+    first = headline(verdicts, _NAMES[config.axis], so_far=True) or "No optimum is known yet."
     answers, doubts = [_answer(config, verdict) for verdict in verdicts], (doubt,) if doubt else ()
     return Findings(doubt, drawn, results, first, answers, doubts)
 

@@ -122,7 +122,7 @@ class StudyView:
         rows = self._rows(results, waiting, signs)
         progress = _progress(rows, signs)
         told = " ".join(findings.doubts) if findings.answers else findings.sentence  # the cards show the rest
-        said = (_unfinished(progress), left_out(self.study), told, mixed_decay(findings.results))
+        said = (left_out(self.study), told, mixed_decay(findings.results))  # the page shows how many runs are done
         return {
             "kind": "study",
             "title": self.definition.title,
@@ -358,8 +358,3 @@ def _progress(rows: Sequence[Mapping[str, Any]], signs: Signs) -> PageProgress:
         "tokens_per_second": sum(speed or 0.0 for speed in speeds) or None,
         "workers": list(signs.workers),
     }
-
-
-def _unfinished(progress: PageProgress) -> str:
-    left = (progress["total"] or 0) - progress["done"]
-    return f"Not finished: {progress['done']} of {progress['total']} runs are done." if left else ""
