@@ -82,7 +82,8 @@ def cases(lines: tuple[Case, ...]) -> str:
     """A table by which roles are decided."""
     rows = [["", "a parameter that ...", "role", "why"]]
     for number, case in enumerate(lines, 1):
-        role = f"you are asked (guess: {case.guess})" if case.role == ASK else case.role
+        asked = f"you are asked (guess: {case.guess})" if case.guess else "you are asked"
+        role = asked if case.role == ASK else case.role
         rows.append([str(number), case.when, role, case.reason.format(**WORDS)])
     return markdown(*rows)
 

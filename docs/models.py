@@ -1,18 +1,20 @@
 """Tries smupar on every architecture of tests/architectures and writes docs/models.md.
 
-``python docs/models.py`` does everything and takes minutes; names as arguments print single rows. Nothing is stored between
-runs. A test runs the quick columns of a few architectures, and a slow one all of them.
+``python docs/models.py`` does everything, which takes a quarter of an hour of one core. Each row goes to docs/lab/models.json
+as it ends, and a row that is there and of the present state of the code is not run again. Names as arguments run these rows
+again. A test runs the quick columns of a few architectures, and a slow one all of them.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
+import json
 import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass
 from fnmatch import fnmatchcase
@@ -29,10 +31,14 @@ sys.path.insert(0, str(DOCS.parent))  # for the models, which live beside the te
 import smupar  # noqa: E402
 from smupar.check.coordinates.verdict import UNCLEAR  # noqa: E402
 from smupar.integrations import huggingface  # noqa: E402
+from smupar.output.files import write_atomic  # noqa: E402
 from smupar.plan.plan import Plan, PlanRow  # noqa: E402
 from tests.architectures import ALL, PLAIN, Architecture  # noqa: E402
 
-PAGE = DOCS / "models.md"
+PAGE, ROWS = DOCS / "models.md", DOCS / "lab" / "models.json"
+# What decides the numbers of a row.
+CODE = [DOCS / "models.py", DOCS.parent / "tests" / "architectures"]
+CODE += [DOCS.parent / "smupar" / part for part in ("rules.py", "plan", "model", "optim", "check", "integrations")]
 END = "<!-- end of the table -->"
 BASE, WIDTH, DENSITY = 64, 256, 1 / 4
 MORE_SEEDS = 32  # where eight seeds do not decide
@@ -66,7 +72,9 @@ def quick(architecture: Architecture) -> Quick:
 
 
 def proposal(architecture: Architecture, *, looks: bool) -> dict[str, Any]:
-    """The roles that questions suggest, pasted until nothing more is asked. ``looks``: with a batch as the example."""
+    """The roles that questions suggest, pasted until nothing more is asked; ``...`` where a question suggests none, and the
+    right role is passed. ``looks``: with a batch as the example."""
+    suggested: dict[str, Any] = {}
     pasted: dict[str, Any] = {}
     while True:
         try:
@@ -75,23 +83,36 @@ def proposal(architecture: Architecture, *, looks: bool) -> dict[str, Any]:
             line = next((line for line in str(error).splitlines() if line.strip().startswith("roles=")), None)
             if line is None:
                 raise
-            pasted |= ast.literal_eval(line.strip().removeprefix("roles="))
+            new = ast.literal_eval(line.strip().removeprefix("roles="))
+            suggested |= new
+            pasted |= _filled(architecture, new)
         else:
-            return pasted
+            return suggested
+
+
+def _filled(architecture: Architecture, suggested: dict[str, Any]) -> dict[str, Any]:
+    """The suggestions, with the architecture's own roles in the place of dots."""
+    open_globs = [glob for glob, role in suggested.items() if role is ...]
+    names = [name for name in _names(architecture) if any(fnmatchcase(name, glob) for glob in open_globs)]
+    given = {name: next(role for glob, role in architecture.roles.items() if fnmatchcase(name, glob)) for name in names}
+    return given | {glob: role for glob, role in suggested.items() if role is not ...}
 
 
 def answers(architecture: Architecture) -> dict[str, Any]:
     """The right answers, by parameter: what the question without an example suggests, unless the architecture says
     otherwise."""
-    roles = [*architecture.roles.items(), *proposal(architecture, looks=False).items()]
-    names = [name for name, _ in _meta(architecture, BASE).named_parameters()]
-    found = {name: [role for glob, role in roles if fnmatchcase(name, glob)] for name in names}
+    roles = [*architecture.roles.items(), *_filled(architecture, proposal(architecture, looks=False)).items()]
+    found = {name: [role for glob, role in roles if fnmatchcase(name, glob)] for name in _names(architecture)}
     return {name: matches[0] for name, matches in found.items() if matches}
+
+
+def _names(architecture: Architecture) -> list[str]:
+    return [name for name, _ in _meta(architecture, BASE).named_parameters()]
 
 
 def _roles(architecture: Architecture, *, looks: bool) -> str:
     asked, right = proposal(architecture, looks=looks), answers(architecture)
-    plan = _plan(architecture, asked, looks=looks)
+    plan = _plan(architecture, _filled(architecture, asked), looks=looks)
     # The fan-in of raw input matrices cannot be said. So answers are compared in a plan that looked, too.
     by_shapes, by_look = (_plan(architecture, right, looks=each) for each in (False, looks))
     same = all(
@@ -99,7 +120,9 @@ def _roles(architecture: Architecture, *, looks: bool) -> str:
     )
     if not asked:
         return "works as is" if same else "**wrong unless given**"
-    return f"asks for {len(asked)}" + ("" if same else ", **suggestion wrong**")
+    open_questions = list(asked.values()).count(...)
+    suggestions = f", {open_questions} without a suggestion" if open_questions else ""
+    return f"asks for {len(asked)}{suggestions}" + ("" if same else ", **suggestion wrong**")
 
 
 def _plan(architecture: Architecture, roles: dict[str, Any], *, looks: bool) -> Plan:
@@ -108,7 +131,8 @@ def _plan(architecture: Architecture, roles: dict[str, Any], *, looks: bool) -> 
 
 
 def _numbers(row: PlanRow) -> tuple[Any, ...]:
-    return row.role, row.in_dims, row.init_std, row.lr_factors, row.forward
+    read = tuple(row.shape[dim] for dim in row.in_dims)  # a square matrix gets the same numbers either way
+    return row.role, read, row.init_std, row.lr_factors, row.forward
 
 
 # Attention and export
@@ -156,7 +180,7 @@ def _settings(architecture: Architecture) -> dict[str, Any]:
     """What a user passes to ``parameterize``: a batch, the roles that are asked for all the same, and what the integration of
     Hugging Face does about numbers that follow the width."""
     example = architecture.example(architecture.batch(0))
-    return {"example": example, "roles": proposal(architecture, looks=True), "multipliers": "base"}
+    return {"example": example, "roles": _filled(architecture, proposal(architecture, looks=True)), "multipliers": "base"}
 
 
 # The check
@@ -175,26 +199,52 @@ def check(architecture: Architecture, which: str, **changes: Any) -> Any:
         )
 
 
-def verdict(architecture: Architecture, which: str) -> str:
-    """The verdict of 8 seeds. If it asks for more seeds, 32 decide."""
-    (found,) = check(architecture, which).verdicts.values()
-    more = ""
-    if found == UNCLEAR and not which.startswith("SP"):
-        (found,) = check(architecture, which, seeds=MORE_SEEDS).verdicts.values()
-        more = f" ({MORE_SEEDS} seeds)"
-    return (found if found == ("fail" if which.startswith("SP") else "pass") else f"**{found}**") + more
+def checked(architecture: Architecture, which: str) -> tuple[str, list[str]]:
+    """The cell of a check, and what its reports say. If 8 seeds ask for more, 32 decide."""
+    is_sp = which.startswith("SP")
+    reports = [check(architecture, which)]
+    if UNCLEAR in reports[0].verdicts.values() and not is_sp:
+        reports.append(check(architecture, which, seeds=MORE_SEEDS))
+    (found,) = reports[-1].verdicts.values()
+    more = f" ({MORE_SEEDS} seeds)" if len(reports) > 1 else ""
+    return (found if found == ("fail" if is_sp else "pass") else f"**{found}**") + more, [each.explain() for each in reports]
 
 
-# The page
+# The rows
 
 
-def row(name: str) -> tuple[list[str], float]:
-    """The cells of one architecture, and the seconds that it took."""
+def row(name: str) -> dict[str, Any]:
+    """The cells of one architecture, what the reports behind them say, the seconds that it took, and the state of the code."""
     torch.set_num_threads(1)
     start = time.perf_counter()
     architecture = ALL[name]
-    cells = [name, *astuple(quick(architecture)), *(verdict(architecture, which) for which in CHECKS)]
-    return cells, time.perf_counter() - start
+    found = {which: checked(architecture, which) for which in CHECKS}
+    cells = [name, *astuple(quick(architecture)), *(cell for cell, _ in found.values())]
+    reports = {which: said for which, (_, said) in found.items() if not which.startswith("SP")}
+    return {"cells": cells, "reports": reports, "seconds": round(time.perf_counter() - start), "code": state()}
+
+
+def state() -> str:
+    """A hash of the code and the libraries that the rows depend on."""
+    files = [file for place in CODE for file in (sorted(place.rglob("*.py")) if place.is_dir() else [place])]
+    texts = [file.read_bytes() for file in files] + [torch.__version__.encode(), transformers.__version__.encode()]
+    return hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
+
+
+def stored() -> dict[str, dict[str, Any]]:
+    """The rows of the last runs, by architecture."""
+    return json.loads(ROWS.read_text(encoding="utf-8")) if ROWS.exists() else {}
+
+
+def store(rows: dict[str, dict[str, Any]]) -> None:
+    """Writes the rows in the order of the architectures, and the page. Rows that were not run stay there as they are."""
+    ordered = {name: rows[name] for name in ALL if name in rows}
+    write_atomic(ROWS, json.dumps(ordered, indent=1) + "\n")
+    cells = shown_rows() | {name: found["cells"] for name, found in ordered.items()}
+    write_atomic(PAGE, page([cells[name] for name in ALL if name in cells]))
+
+
+# The page
 
 
 def table(rows: list[list[str]]) -> str:
@@ -232,13 +282,11 @@ def _quietly() -> Iterator[None]:
 
 
 def main(names: list[str]) -> None:
-    rows = []
-    with ProcessPoolExecutor(2) as pool:
-        for cells, seconds in pool.map(row, names or ALL):
-            print(f"{seconds:5.0f} s  {table([cells]).splitlines()[-1]}", flush=True)
-            rows.append(cells)
-    if not names:
-        PAGE.write_text(page(rows), encoding="utf-8")
+    rows, now = stored(), state()
+    for name in names or [name for name in ALL if rows.get(name, {}).get("code") != now]:
+        rows[name] = row(name)
+        print(f"{rows[name]['seconds']:5.0f} s  {table([rows[name]['cells']]).splitlines()[-1]}", flush=True)
+        store(rows)
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ def qwen_experts(inside: int, width: int) -> dict[str, Any]:
     return {**grouped(width), "num_experts": 4, **shared, **MOE}
 
 
-FIXED_EXPERTS = {"*.experts.gate_up_proj": ("hidden", 2), "*.experts.down_proj": ("hidden", 2)}
+EXPERTS = {"*.experts.gate_up_proj": ("hidden", 2), "*.experts.down_proj": ("hidden", 2)}
 DECODERS = [
     decoder("GPT-2", "GPT2LMHeadModel", "GPT2Config", lambda w: NO_DROPOUT, start=gpt_names),
     decoder("Llama", "LlamaForCausalLM", "LlamaConfig", grouped),
@@ -194,24 +194,25 @@ DECODERS = [
         "DeepseekV3ForCausalLM",
         "DeepseekV3Config",
         deepseek,
+        roles=EXPERTS,
     ),
-    decoder("Mixtral", "MixtralForCausalLM", "MixtralConfig", experts_of),
+    decoder("Mixtral", "MixtralForCausalLM", "MixtralConfig", experts_of, roles=EXPERTS),
     decoder(
         "Mixtral, experts of fixed size",
         "MixtralForCausalLM",
         "MixtralConfig",
         partial(experts_of, intermediate_size=FIXED),
-        roles=FIXED_EXPERTS,
+        roles=EXPERTS,
     ),
-    decoder("Qwen2-MoE", "Qwen2MoeForCausalLM", "Qwen2MoeConfig", lambda w: qwen_experts(w, w)),
+    decoder("Qwen2-MoE", "Qwen2MoeForCausalLM", "Qwen2MoeConfig", lambda w: qwen_experts(w, w), roles=EXPERTS),
     decoder(
         "Qwen2-MoE, experts of fixed size",
         "Qwen2MoeForCausalLM",
         "Qwen2MoeConfig",
         lambda w: qwen_experts(FIXED, w),
-        roles=FIXED_EXPERTS,
+        roles=EXPERTS,
     ),
-    decoder("OLMoE", "OlmoeForCausalLM", "OlmoeConfig", lambda w: grouped(w) | {"num_experts": 4} | MOE),
+    decoder("OLMoE", "OlmoeForCausalLM", "OlmoeConfig", lambda w: grouped(w) | {"num_experts": 4} | MOE, roles=EXPERTS),
     decoder(
         "Mamba",
         "MambaForCausalLM",

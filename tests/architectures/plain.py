@@ -24,6 +24,7 @@ from tests.architectures.architecture import (
 )
 
 FEATURES = 12
+NUM_PATCHES = 256  # tokens of a Mixer
 
 
 def next_tokens(seed: int) -> tuple[Tensor, Tensor]:
@@ -47,9 +48,9 @@ def lm(name: str, make: Callable[[int], nn.Module], **facts: Any) -> Architectur
     return Architecture(name, make, next_tokens, loss_of, logits_of, first, **facts)
 
 
-def classifier(name: str, make: Callable[[int], nn.Module], *shape: int, **facts: Any) -> Architecture:
+def classifier(name: str, make: Callable[[int], nn.Module], *shape: int, num: int = 4, **facts: Any) -> Architecture:
     """Classes of noise of this shape."""
-    return Architecture(name, make, lambda s: (noise(s, 4, *shape), labels(s, 4)), loss_of, logits_of, first, **facts)
+    return Architecture(name, make, lambda s: (noise(s, num, *shape), labels(s, num)), loss_of, logits_of, first, **facts)
 
 
 class LSTM(nn.Module):
@@ -98,7 +99,9 @@ class UNet(nn.Module):
 
 
 class Mixer(nn.Module):
-    def __init__(self, width: int, *, token_width: int | None = None, num_tokens: int = 4) -> None:
+    """Layers that read all tokens of a channel, so these are inputs that have to be enough for the rule."""
+
+    def __init__(self, width: int, *, token_width: int | None = None) -> None:
         super().__init__()
         inner = token_width or width
         self.stem = nn.Linear(FEATURES, width)
@@ -106,8 +109,8 @@ class Mixer(nn.Module):
             nn.ModuleDict(
                 {
                     "norm1": nn.LayerNorm(width),
-                    "t1": nn.Linear(num_tokens, inner),
-                    "t2": nn.Linear(inner, num_tokens),
+                    "t1": nn.Linear(NUM_PATCHES, inner),
+                    "t2": nn.Linear(inner, NUM_PATCHES),
                     "norm2": nn.LayerNorm(width),
                     "c1": nn.Linear(width, 2 * width),
                     "c2": nn.Linear(2 * width, width),
@@ -290,6 +293,26 @@ class DLRM(nn.Module):
         return self.top(torch.cat([(self.factor * x @ x.mT).flatten(1), bottom], -1))
 
 
+class SplitDLRM(DLRM):
+    """A layer for each part of what the other one concatenates: one for the dot products, one for the part that scales."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__(width)
+        self.dots, self.deep = nn.Linear(16, width, bias=False), nn.Linear(width, width)
+        self.top = nn.Sequential(nn.ReLU(), nn.Linear(width, NUM_CLASSES))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = torch.stack([table(part) for table, part in zip(self.tables, ids.unbind(-1), strict=True)], 1)
+        dots = (self.factor * x @ x.mT).flatten(1)
+        return self.top(self.dots(dots) + self.deep(self.bottom(x.mean(1))))
+
+
+def scale_dots(model: Any, plan: Any) -> None:
+    """Makes the dot products fall as 1 / m_d in all, as the plan's note says. The model's own factor falls as its root."""
+    model.factor *= plan.output_factor**0.5
+    settle_all(model, plan)
+
+
 class EinsumAttention(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -345,8 +368,8 @@ PLAIN = [
         first,
         roles={"inp.weight": "embedding", "time.0.weight": "embedding", "out.weight": "unembedding"},
     ),
-    classifier("Mixer", Mixer, 4, FEATURES, roles={"blocks.*.t?.weight": "hidden"}),
-    classifier("Mixer, token layers of fixed size", partial(Mixer, token_width=FIXED), 4, FEATURES),
+    classifier("Mixer", Mixer, NUM_PATCHES, FEATURES, num=1, roles={"blocks.*.t?.weight": "hidden"}),
+    classifier("Mixer, token layers of fixed size", partial(Mixer, token_width=FIXED), NUM_PATCHES, FEATURES, num=1),
     classifier("ViT by hand", ViT, 3, 8, 8),
     Architecture(
         "DiT",
@@ -378,5 +401,11 @@ PLAIN = [
     clicks("Deep & Cross", DeepAndCross),
     clicks("Deep & Cross, embeddings of fixed size", partial(DeepAndCross, embedding=8), roles={"deep.0.weight": "embedding"}),
     clicks("DLRM", DLRM),
+    clicks(
+        "DLRM, a layer for each part",
+        SplitDLRM,
+        prepare=scale_dots,
+        roles={"top.1.weight": "unembedding", "dots.weight": "hidden"},
+    ),
     lm("einsum attention", partial(around, EinsumAttention), roles={"*.w?": RIGHT}),
 ]

@@ -55,9 +55,11 @@ def clip(width: int, *, projection: int | None = None) -> nn.Module:
 
 
 def captioned(seed: int) -> dict[str, Any]:
+    """Pictures with a colour of their own, since to a random tower pictures of mere noise look alike."""
     captions = tokens(seed, num=4, length=5).clamp(min=3)
     captions[:, -1] = SPECIAL["eos_token_id"]  # the text tower reads the token at the end
-    return {"pixel_values": noise(seed, 4, 3, 8, 8), "input_ids": captions, "return_loss": True}
+    coloured = noise(seed, 4, 3, 8, 8) + 3 * noise(seed + 500, 4, 3, 1, 1)
+    return {"pixel_values": coloured, "input_ids": captions, "return_loss": True}
 
 
 def similarities(model: nn.Module, batch: dict[str, Any]) -> Tensor:

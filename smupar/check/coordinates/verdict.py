@@ -192,9 +192,11 @@ def deviation(slope: Slope) -> float:
 
 def _is_known_exception(slope: Slope) -> bool:
     """Whether a slope may differ because logits start small. Under muP and SmuPar initial logits are a sum of d random terms
-    divided by d, so they shrink like 1 / sqrt(width) until the readout has learned, for at most three steps. The same holds for
-    attention logits if the head size grows, and for the gradients of queries and keys."""
-    logits = slope.role in ("unembedding", "router", "logits") and slope.quantity == Y and slope.step <= 3
+    divided by d, so they shrink like 1 / sqrt(width) until the readout has learned, for at most three steps. So may their mean
+    over steps 2 to 4 or 5, of which steps 2 and 3 are at least half. The same holds for attention logits if the head size
+    grows, and for the gradients of queries and keys."""
+    early = slope.step <= (5 if slope.is_mean else 3)
+    logits = slope.role in ("unembedding", "router", "logits") and slope.quantity == Y and early
     queries = bool(_QUERY.search(slope.place)) and slope.quantity == GRAD_X and slope.step == 1
     return slope.axis == "width" and slope.rule != "sp" and (logits or queries) and -0.65 < slope.slope < LAYER_AT_STEP_1[0]
 

@@ -275,8 +275,8 @@ def _about_dots(usage: Usage, dots: set[int]) -> Iterator[Note]:
         yield Note(
             "dot product",
             f"two layers' outputs are multiplied and summed over the width in {shown}. This sum grows with the width, and "
-            "belongs to no layer: divide it by the ratio of the model's width to the base's, as plan.output_factor does for "
-            "logits",
+            "belongs to no layer: in all, multiply it by the base's own factor, if there is one, and by the base's width over "
+            "the model's, as plan.output_factor does for logits",
         )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
+from types import EllipsisType
 
 from torch import nn
 
@@ -98,6 +99,10 @@ def _may_scale_in_part(neighbours: Neighbours) -> dict[str, Note]:
 
 
 def _check_setting(tensor: ParameterView, setting: RoleSetting) -> None:
+    refuse(
+        isinstance(setting, EllipsisType),
+        f"roles: put the role of {tensor.name!r} in the place of the dots: one of {', '.join(ROLES)}",
+    )
     role, in_dims = _parsed(setting)
     names_dims = all(
         isinstance(dim, int) and not isinstance(dim, bool) and 0 <= dim < len(tensor.shape) for dim in in_dims or ()
@@ -137,7 +142,7 @@ def _question(neighbours: Neighbours, questions: list[tuple[ParameterView, Case]
     lines = [f"  {tensor.name} {tensor.shape}, base {tensor.base_shape}: {case.why(tensor)}" for tensor, case in questions[:12]]
     if len(questions) > 12:
         lines.append(f"  ... and {len(questions) - 12} more")
-    guesses = {tensor.name: case.suggestion(tensor) for tensor, case in questions}
+    guesses = {tensor.name: case.suggestion(tensor) for tensor, case in questions}  # None: the question suggests no role
     globs = {name: layer_glob(name) for name in guesses}
     # A glob replaces the names it matches only if all of them are undecided and have the same guess.
     fits = {
@@ -145,6 +150,8 @@ def _question(neighbours: Neighbours, questions: list[tuple[ParameterView, Case]
         for glob in set(globs.values())
     }
     suggested = {globs[name] if fits[globs[name]] else name: role for name, role in guesses.items()}
+    pairs = ", ".join(f"{name!r}: {'...' if role is None else repr(role)}" for name, role in suggested.items())
+    dots = "Nothing suggests a role where there are dots: put yours there.\n" if None in suggested.values() else ""
     equal = (
         "\nThe model is as wide as its base. Instead of roles you may pass delta=, the same model at any other width, "
         "to show which dimensions scale."
@@ -158,7 +165,8 @@ def _question(neighbours: Neighbours, questions: list[tuple[ParameterView, Case]
         "the role of these parameters cannot be inferred:\n"
         + "\n".join(lines)
         + "\nSay what they are (embedding, hidden, unembedding, router, vector, fixed); if these guesses are right, pass:\n"
-        + f"  roles={suggested!r}\n"
+        + f"  roles={{{pairs}}}\n"
+        + dots
         + "Hidden weights are scaled and made sparse; the unembedding makes the model's outputs; a "
         "router weights or chooses other layers' outputs, and stays dense."
         + (equal if neighbours.equal_widths else example if not evidence.is_given else failed)

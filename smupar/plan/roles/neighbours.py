@@ -33,12 +33,13 @@ class Neighbours:
         ]
         self.answers = [_as_answered(tensor, asked[tensor.name]) for tensor in self.tensors if tensor.name in asked]
         self.has_example = any(tensor.seen is not None for tensor in self.tensors)
+        # whether the model says which layer makes its logits
+        self.has_logits = any(tensor.is_output or tensor.makes_logits for tensor in self.matrices)
         self.inputs = _input_layers(self.matrices)
         self.linear = [tensor for tensor in self.matrices if not tensor.layer.is_lookup]
+        self.has_table = any(tensor.is_input and tensor.writes_scaling for tensor in self.matrices)
         # whether some weight certainly reads the data: a table that scales, or a weight that the user names an embedding
-        self.has_input = (
-            any(tensor.is_input and tensor.writes_scaling for tensor in self.matrices) or "embedding" in asked.values()
-        )
+        self.has_input = self.has_table or "embedding" in asked.values()
 
     def is_side_table(self, tensor: ParameterView) -> bool:
         """Whether the parameter is a lookup table whose output no layer reads, although layers read another table's output."""
@@ -61,6 +62,17 @@ class Neighbours:
         later = self.tensors[self.tensors.index(tensor) + 1 :]
         norms = [other for other in later if len(other.shape) == 1 and other.layer.by_element and not other.scaling]
         return any(other.shape == (tensor.written_size,) for other in norms)
+
+    def has_twin(self, tensor: ParameterView) -> bool:
+        """Whether another layer, of a role that the user did not give, also writes this fixed size from one that scales."""
+        same = [other for other in self.readouts if other.layout == "matrix" and other.written_size == tensor.written_size]
+        return any(other is not tensor and other.name not in self.asked and not other.is_output for other in same)
+
+    def is_beside_norm(self, tensor: ParameterView) -> bool:
+        """Whether the module that contains this layer also contains a norm over as many values as the layer writes."""
+        inside = parent_path(tensor.path)
+        near = [other for other in self.tensors if other.path != tensor.path and parent_path(other.path) == inside]
+        return any(other.layer.by_element and other.shape == (tensor.written_size,) for other in near)
 
     def is_bottleneck(self, tensor: ParameterView) -> bool:
         """Whether the fixed size that a weight reads or writes may be a bottleneck inside the network: one layer narrows to
@@ -86,8 +98,11 @@ class Neighbours:
         writers = [other for other in self.linear if other.written_size == size and not other.is_output]
         if not any(other.reads_scaling for other in writers if not (self.readouts == [other] and self.is_last(other))):
             return True
-        tables = (other for other in self.matrices if other.layer.is_lookup and other.written_size == size)
-        return any(tables) and all(other.reads_scaling for other in writers)
+        return self.reads_table(tensor) and all(other.reads_scaling for other in writers)
+
+    def reads_table(self, tensor: ParameterView) -> bool:
+        """Whether a lookup table writes as many values as a weight reads."""
+        return any(other.layer.is_lookup and other.written_size == tensor.read_size for other in self.matrices)
 
     def feeds_logits(self, tensor: ParameterView) -> bool:
         """Whether the layer that makes the logits reads the fixed size that this weight writes. False if a layer of fixed input

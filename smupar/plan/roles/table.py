@@ -26,11 +26,13 @@ class Case:
     holds: Callable[..., bool]  # takes (parameter, neighbours), or the sizes of a matrix
     role: str  # the role, or ASK if the user must name it
     reason: str
-    guess: str = ""  # the role that the question suggests
+    guess: str = ""  # the role that the question suggests; "" if nothing speaks for one
     # input dimensions that the question suggests, for a hidden weight
     guess_dims: Callable[[ParameterView], int | Shape] | None = None
 
-    def suggestion(self, tensor: ParameterView) -> RoleSetting:
+    def suggestion(self, tensor: ParameterView) -> RoleSetting | None:
+        if not self.guess:
+            return None
         return self.guess if self.guess_dims is None else (self.guess, self.guess_dims(tensor))
 
     def why(self, tensor: ParameterView) -> str:
@@ -81,10 +83,6 @@ def _input_dims(tensor: ParameterView) -> int | Shape:
     return tensor.in_dims[0] if len(tensor.in_dims) == 1 else tensor.in_dims
 
 
-def _last_dim(tensor: ParameterView) -> int:
-    return len(tensor.shape) - 1
-
-
 def _seen(tensor: ParameterView) -> Seen:
     """How an example uses the parameter in products; an empty record without an example."""
     return tensor.seen if tensor.seen is not None and tensor.seen.how == "product" else NOT_SEEN
@@ -124,8 +122,6 @@ ROLE_TABLE = (
         lambda t, n: t.layout != "vector" and bool(t.scaling) and t.seen is not None and t.seen.how == "unclear",
         ASK,
         "{use}",
-        "hidden",
-        lambda tensor: tensor.scaling[-1],
     ),
     Case(
         "has a scaling input and output, is the last layer of a model without a readout, and no layer reads its output size",
@@ -197,10 +193,10 @@ ROLE_TABLE = (
         _input_dims,
     ),
     Case(
-        "has a scaling input and a fixed output, and is the last layer, with a norm of this size after it",
-        lambda t, n: t.reads_scaling and n.is_last(t) and n.is_normed(t),
+        "has a scaling input and a fixed output, and is the last layer, with a norm of this size after it or beside it",
+        lambda t, n: t.reads_scaling and n.is_last(t) and (n.is_normed(t) or n.is_beside_norm(t)),
         ASK,
-        "makes the outputs, and a norm after it may remove their size, and with it the factor of an unembedding",
+        "makes the outputs, and a norm of their size may remove their size, and with it the factor of an unembedding",
         "hidden",
     ),
     Case(
@@ -208,6 +204,13 @@ ROLE_TABLE = (
         lambda t, n: t.reads_scaling and n.is_last(t) and n.readouts == [t] and not n.is_bottleneck(t),
         "unembedding",
         "it makes the outputs",
+    ),
+    Case(
+        "has a scaling input and a fixed output, and is the last layer, and another layer of unknown role writes this size too",
+        lambda t, n: t.reads_scaling and n.is_last(t) and n.has_twin(t),
+        ASK,
+        "makes outputs of the same size as another layer: each may be a readout (unembedding), or be divided by its own size "
+        "(hidden)",
     ),
     Case(
         "has a scaling input and a fixed output, and is the last layer",
@@ -224,6 +227,15 @@ ROLE_TABLE = (
         "router",
     ),
     Case(
+        "has a scaling input and a fixed output, which the layer that makes the logits reads, and stands beside a norm of its "
+        "output size",
+        lambda t, n: t.reads_scaling and n.feeds_logits(t) and n.is_beside_norm(t),
+        ASK,
+        "has a scaling input and a fixed output, and a norm beside it may remove the size of its outputs before the logits' "
+        "layer reads them",
+        "hidden",
+    ),
+    Case(
         "has a scaling input and a fixed output, which the layer that makes the logits reads",
         lambda t, n: t.reads_scaling and n.feeds_logits(t),
         ASK,
@@ -231,11 +243,26 @@ ROLE_TABLE = (
         "unembedding",
     ),
     Case(
-        "has a scaling input and a fixed output",
-        lambda t, n: t.reads_scaling,
+        "has a scaling input and a single output, and is not the last layer",
+        lambda t, n: t.reads_scaling and t.written_size == 1,
+        ASK,
+        "has a scaling input and a single output, which may weight other layers' outputs",
+        "router",
+    ),
+    Case(
+        "has a scaling input and a fixed output, and another layer reads this size, or the model says that another makes its "
+        "logits",
+        lambda t, n: t.reads_scaling and (n.is_bottleneck(t) or n.has_logits),
         ASK,
         "has a scaling input and a fixed output",
         "hidden",
+    ),
+    Case(
+        "has a scaling input and a fixed output",
+        lambda t, n: t.reads_scaling,
+        ASK,
+        "has a scaling input and a fixed output, which no other layer reads: it may make outputs (unembedding), or be inside "
+        "the network (hidden)",
     ),
     Case(
         "has a fixed input and a scaling output, and the example reaches it both directly and through other layers",
@@ -262,6 +289,15 @@ ROLE_TABLE = (
         lambda t, n: t.writes_scaling and t.name in n.inputs and not n.is_bottleneck(t),
         "embedding",
         "it reads the data",
+    ),
+    Case(
+        "has a fixed input, which no layer writes, and a scaling output, and comes after layers that scale, in a model with a "
+        "lookup table that scales",
+        lambda t, n: (
+            t.writes_scaling and n.may_read_data(t) and n.has_table and not n.reads_table(t) and t.name not in n.inputs
+        ),
+        ASK,
+        "has a fixed input and a scaling output: it " + MAY_BE_INPUT,
     ),
     Case(
         "has a fixed input, which no layer writes or a lookup table does, and a scaling output",
@@ -324,7 +360,6 @@ ROLE_TABLE = (
         lambda t, n: _is_half_scaling(t) and n.has_example and t.seen is None,
         ASK,
         "is not used by the example's forward pass",
-        "vector",
     ),
     Case(
         "is the `weight` of an unknown module, has one dimension that scales, and is the model's first parameter",
@@ -342,19 +377,10 @@ ROLE_TABLE = (
         "router",
     ),
     Case(
-        "is the `weight` of an unknown module, has one dimension that scales, and the model has a readout",
-        lambda t, n: _is_unknown_weight(t) and bool(n.readouts),
-        ASK,
-        "belongs to a {owner}, which may use the scaling dimension as input or as output",
-        "hidden",
-        lambda tensor: tensor.scaling[0],
-    ),
-    Case(
         "is the `weight` of an unknown module and has one dimension that scales",
         lambda t, n: _is_unknown_weight(t),
         ASK,
         "belongs to a {owner}, which may use the scaling dimension as input or as output",
-        "unembedding",
     ),
     Case(
         "belongs to an unknown module, has one dimension that scales, and is called positions",
@@ -369,8 +395,6 @@ ROLE_TABLE = (
         ASK,
         "belongs to a {owner}, which may sum over the scaling dimension (hidden, unembedding), write it (hidden, embedding), "
         "or act element by element (vector)",
-        "hidden",
-        _last_dim,
     ),
     Case(
         "is a square matrix of an unknown module, and both dimensions scale",
@@ -383,8 +407,6 @@ ROLE_TABLE = (
         lambda t, n: t.layout == "raw" and len(t.scaling) > 1,
         ASK,
         "belongs to a {owner}, whose input dimension smupar does not know: it is the first in x @ W and the last in W @ x",
-        "hidden",
-        lambda tensor: tensor.scaling[-1],
     ),
     Case(
         "has a dimension that scales, which no layer sums over",

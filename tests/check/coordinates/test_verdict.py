@@ -107,14 +107,15 @@ def test_later_steps_are_judged_by_their_mean():
     assert overall(found.values()) == PASS
 
 
-@pytest.mark.parametrize(("last", "verdict"), [(3, PASS), (10, UNCLEAR)])
+@pytest.mark.parametrize(("last", "verdict"), [(3, PASS), (5, PASS), (6, UNCLEAR), (10, UNCLEAR)])
 def test_logits_that_go_on_shrinking_are_no_exception(last, verdict):
     where = {"axis": "width", "xs": (64, 128, 256), "role": "logits", "kind": "block", "place": ""}
     found = slopes([one for step in range(1, last + 1) for one in power_law(-0.6, step=step, **where)])
     later = next(one for one in found if one.is_mean)
     assert later.slope == pytest.approx(-0.6)
-    # Three steps may be too few for a readout to learn; between 0.5 and 0.8 is neither flat nor a power.
-    assert later.verdict == (EXCEPTION if last == 3 else UNCLEAR)
+    # Three steps may be too few for a readout to learn, and up to step 5 they are half of the mean. Between 0.5 and 0.8 is
+    # neither flat nor a power.
+    assert later.verdict == (EXCEPTION if last <= 5 else UNCLEAR)
     assert overall(found) == verdict
 
 

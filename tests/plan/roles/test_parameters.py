@@ -24,7 +24,7 @@ def test_raw_parameters_follow_their_scaling_dimensions():
 def test_raw_matrix_that_is_not_square_asks_for_its_input_dimension(setting, expected):
     model, base = Raw(16, expand=3), Raw(4, expand=2)
     error = refusal(model, base=base, match="whose input dimension smupar does not know")
-    assert suggested(error) == {"expand": ("hidden", 1)}
+    assert suggested(error) == {"expand": ...}  # x @ W and W @ x look alike
     plan = smupar.make_plan(model, base=base, roles={"expand": setting})
     assert plan["expand"].role == "hidden"
     assert plan["expand"].in_dims == (setting[1],)
@@ -52,7 +52,7 @@ class Experts(nn.Module):
 def test_parameter_lists_ask_for_matrices_and_are_masked_like_any_other():
     model, base = Experts(16), Experts(4)
     error = refusal(model, base=base, match="belongs to a ParameterList")
-    assert suggested(error) == {"up.*": ("hidden", 2)}
+    assert suggested(error) == {"up.*": ...}
     plan = smupar.parameterize(model, base=base, roles={"up.*": ("hidden", 1)}, density=0.25)
     assert [plan[name].role for name in ("up.0", "up.1", "scales.0")] == ["hidden", "hidden", "vector"]
     assert widths(plan, "up.0", "up.1", "scales.0") == [(4, 4), (4, 4), (1, 4)]

@@ -191,7 +191,7 @@ ENDS = {
     ),
     "two towers": (
         TwoTowers, (TOKENS, IMAGES),
-        {"patches.weight": "embedding", "text_out.weight": "hidden", "image_out.weight": "unembedding"},
+        {"patches.weight": ..., "text_out.weight": ..., "image_out.weight": ...},  # nothing but their order to guess from
         {"table.weight": "embedding", "patches.weight": "embedding", "text_out.weight": "hidden",
          "image_out.weight": "hidden"},  # cosines: the factor of an unembedding would be divided out
     ),

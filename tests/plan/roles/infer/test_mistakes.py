@@ -181,7 +181,7 @@ ASKS = {
     "a flattened image": (cnn, 16, 16, "roles=", {"3.weight": "unembedding"}),
     "layers written by hand": (
         by_hand, 128, 32, "may use the scaling dimension as input or as output",
-        {"table.weight": "embedding", "head.weight": "unembedding"},
+        {"table.weight": "embedding", "head.weight": ...},
     ),
     # The norm of such a weight is a tensor of its own, so an init of the other would change nothing.
     "weight norm": (

@@ -42,15 +42,16 @@ def test_grouped_query_attention_with_scaling_kv_is_hidden():
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_grouped_query_attention_with_fixed_kv_asks_and_the_line_works(tied):
-    # Keys and values look exactly like a readout: fan-in scales, fan-out does not.
+def test_grouped_query_attention_with_fixed_kv_asks_and_an_answer_works(tied):
+    # Keys and values look exactly like a readout: fan-in scales, fan-out does not. A tied table shows where the logits are.
     model, base = (LM(width, num_kv_heads=1, tied=tied) for width in (32, 8))
     error = refusal(model, base=base, match="cannot be inferred")
     assert "k_proj.weight (4, 32), base (4, 8)" in str(error)
     assert "v_proj.weight (4, 32), base (4, 8)" in str(error)
     pasted = suggested(error)
-    assert pasted["k_proj.weight"] == pasted["v_proj.weight"] == "hidden"
-    plan = smupar.make_plan(model, base=base, roles=pasted)
+    assert pasted["k_proj.weight"] == pasted["v_proj.weight"] == ("hidden" if tied else ...)
+    answers = {name: "hidden" if role is ... else role for name, role in pasted.items()}
+    plan = smupar.make_plan(model, base=base, roles=answers)
     assert [plan[name].role for name in ("k_proj.weight", "v_proj.weight")] == ["hidden", "hidden"]
     assert widths(plan, "k_proj.weight", "v_proj.weight") == [(4, 1), (4, 1)]
     # eta / m_in for Adam, eta m_out / m_in for SGD with m_out = 1
@@ -84,7 +85,7 @@ def test_mlp_that_alone_scales_inside_a_fixed_network_asks():
     # Only d_ff differs: up looks like an input, down like a readout, and both are hidden.
     model, base = LM(8, d_ff=64), LM(8, d_ff=16)
     error = refusal(model, base=base)
-    assert suggested(error) == {"gate.weight": "hidden", "up.weight": "hidden", "down.weight": "hidden"}
-    plan = smupar.make_plan(model, base=base, roles=suggested(error))
+    assert suggested(error) == {"gate.weight": "hidden", "up.weight": "hidden", "down.weight": ...}
+    plan = smupar.make_plan(model, base=base, roles={"gate.weight": "hidden", "up.weight": "hidden", "down.weight": "hidden"})
     assert widths(plan, "up.weight", "down.weight") == [(1, 4), (4, 1)]
     assert plan["q_proj.weight"].role == "fixed"

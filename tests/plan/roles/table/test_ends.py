@@ -231,18 +231,35 @@ class Router(nn.Module):
         self.weight = nn.Parameter(torch.zeros(4, width))
 
 
-def test_matrix_of_the_users_own_beside_a_readout_is_suggested_to_be_hidden():
+def test_matrix_of_the_users_own_beside_a_readout_is_asked_for_without_a_suggestion():
     def make(width):
         return nn.ModuleDict({"first": nn.Linear(8, width), "router": Router(width), "head": nn.Linear(width, 3)})
 
-    with pytest.raises(ValueError, match=r"roles=\{'router.weight': \('hidden', 1\)\}"):
+    with pytest.raises(ValueError, match=r"roles=\{'router.weight': \.\.\.\}\nNothing suggests a role where there are dots"):
         smupar.make_plan(make(32), base=make(8))
+    with pytest.raises(ValueError, match=r"put the role of 'router.weight' in the place of the dots: one of embedding"):
+        smupar.make_plan(make(32), base=make(8), roles={"router.weight": ...})
     # A second readout makes the first one doubtful.
     with pytest.raises(ValueError, match=r"roles=\{'head.weight': 'unembedding'\}"):
         smupar.make_plan(make(32), base=make(8), roles={"router.weight": "unembedding"})
     plan = smupar.make_plan(make(32), base=make(8), roles={"router.weight": "unembedding", "head.weight": "unembedding"})
     assert "no layer of router.weight could be scaled" in plan.pending["output_factor"]
     assert not smupar.make_plan(make(32), base=make(8), roles={"router.weight": ("hidden", 1)}).pending
+
+
+class Gated(nn.Module):
+    """A model of which no layer tells what it does: a gate of one output, and a head that ends in a norm of fixed size."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.gate = nn.Linear(6, width), nn.Linear(width, 1)
+        self.norm, self.last = nn.LayerNorm(5), nn.Linear(width, 5)
+
+
+def test_gates_and_heads_beside_a_norm_are_suggested_by_what_stands_beside_them():
+    # A single number weights something; a norm of 5 values beside the last layer divides its 5 outputs by their size.
+    error = refusal(Gated(64), base=Gated(16))
+    assert suggested(error) == {"gate.weight": "router", "last.weight": "hidden"}
 
 
 class Bilinear(nn.Module):
@@ -254,5 +271,6 @@ class Bilinear(nn.Module):
 
 def test_bilinear_layer_sums_over_its_inputs_and_is_asked_for():
     error = refusal(Bilinear(64), base=Bilinear(16), match="roles=")
-    plan = smupar.make_plan(Bilinear(64), base=Bilinear(16), roles=suggested(error))
+    assert suggested(error) == {"mix.weight": ...}
+    plan = smupar.make_plan(Bilinear(64), base=Bilinear(16), roles={"mix.weight": ("hidden", (1, 2))})
     assert plan["mix.weight"].lr_factor("adam") == 1 / 4
