@@ -25,6 +25,7 @@ DRIFT = "drift"  # the whole interval is between the thresholds, so more seeds w
 # the width or density.
 LAYER_AT_STEP_1 = (0.2, 0.35)
 OTHERWISE = (0.5, 0.8)
+STEEPEST_EXCEPTION = -0.65  # initial logits fall like 1 / sqrt(width)
 # Without a depth rule, sums over blocks grow like the square root of the depth if their terms are independent, and the
 # embedding's share of the stream hides a part of that growth. So the thresholds over depth are lower.
 OVER_DEPTH = (0.2, 0.35)
@@ -166,10 +167,14 @@ def judge(slope: Slope) -> str:
     """The verdict on a slope, or "" if Table 1 does not say what the slope should be."""
     if slope.quantity not in JUDGED or (slope.quantity == GRAD_X and slope.role == "embedding"):
         return ""  # no rule covers the gradient of the data
-    if _is_known_exception(slope):
-        return EXCEPTION
+    ci = 0.0 if math.isnan(slope.ci) else slope.ci
+    if _may_shrink(slope) and slope.slope < LAYER_AT_STEP_1[0]:
+        if slope.slope > STEEPEST_EXCEPTION:
+            return EXCEPTION
+        if slope.slope + ci > STEEPEST_EXCEPTION:
+            return UNCLEAR
     passes, fails = thresholds(slope)
-    size, ci = deviation(slope), 0.0 if math.isnan(slope.ci) else slope.ci
+    size = deviation(slope)
     if size < passes and size + ci < fails:
         return PASS
     if size > fails and size - ci > passes:
@@ -190,15 +195,17 @@ def deviation(slope: Slope) -> float:
     return max(-slope.slope, slope.slope - aligned)
 
 
-def _is_known_exception(slope: Slope) -> bool:
-    """Whether a slope may differ because logits start small. Under muP and SmuPar initial logits are a sum of d random terms
-    divided by d, so they shrink like 1 / sqrt(width) until the readout has learned, for at most three steps. So may their mean
-    over steps 2 to 4 or 5, of which steps 2 and 3 are at least half. The same holds for attention logits if the head size
-    grows, and for the gradients of queries and keys."""
+def _may_shrink(slope: Slope) -> bool:
+    """Whether a size may fall with the width because logits start small.
+
+    Under muP and SmuPar initial logits are a sum of d random terms divided by d, so they shrink like 1 / sqrt(width) until the
+    readout has learned, for at most three steps. So may their mean over steps 2 to 4 or 5, of which steps 2 and 3 are at least
+    half. The same holds for attention logits if the head size grows, and for the gradients of queries and keys.
+    """
     early = slope.step <= (5 if slope.is_mean else 3)
     logits = slope.role in ("unembedding", "router", "logits") and slope.quantity == Y and early
     queries = bool(_QUERY.search(slope.place)) and slope.quantity == GRAD_X and slope.step == 1
-    return slope.axis == "width" and slope.rule != "sp" and (logits or queries) and -0.65 < slope.slope < LAYER_AT_STEP_1[0]
+    return slope.axis == "width" and slope.rule != "sp" and (logits or queries)
 
 
 def decides(slope: Slope) -> bool:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from smupar.check.coordinates.measure import CHANGE, DY, GRAD_W, GRAD_X, WIDENING, Y
-from smupar.check.coordinates.verdict import DRIFT, EXCEPTION, FAIL, PASS, UNCLEAR, judge, overall, slopes
+from smupar.check.coordinates.verdict import DRIFT, EXCEPTION, FAIL, PASS, UNCLEAR, Slope, judge, overall, slopes
 from tests.check.coordinates.grid import MLP, batches_of, check, one_slope, power_law, reading
 
 
@@ -117,6 +117,14 @@ def test_logits_that_go_on_shrinking_are_no_exception(last, verdict):
     # neither flat nor a power.
     assert later.verdict == (EXCEPTION if last <= 5 else UNCLEAR)
     assert overall(found) == verdict
+
+
+@pytest.mark.parametrize(("ci", "verdict"), [(math.nan, FAIL), (0.02, FAIL), (0.05, UNCLEAR)])
+def test_logits_whose_interval_reaches_into_the_exception_ask_for_more_seeds(ci, verdict):
+    # -0.68 is steeper than the exception allows, which is -0.65.
+    logits = Slope("smupar", "width", "head", "layer", "unembedding", Y, step=1, density=1, slope=-0.68, ci=ci, num_seeds=8)
+    assert judge(logits) == verdict
+    assert judge(replace(logits, quantity=DY)) == FAIL
 
 
 def test_confidence_interval_of_three_seeds_is_students():
