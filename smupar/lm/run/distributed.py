@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from smupar.lm.config.run import Execution, RunConfig
 from smupar.lm.model.gpt import GPT, on_meta, parameterized
+from smupar.lm.run.signals import ended_by_sigint
 from smupar.model.factors import no_broadcast
 from smupar.plan.plan import Plan
 from smupar.plan.settings import refuse
@@ -86,7 +87,8 @@ def join(how: Execution) -> Iterator[World]:
     )
     device = pick_device(how.device, local)
     if size > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        with ended_by_sigint():
+            dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         try:
             yield World(rank, size, device, how.parallel)
             dist.barrier()  # a rank that leaves early would break the others' connections

@@ -55,6 +55,15 @@ class Stop:
 
 
 @contextlib.contextmanager
+def ended_by_sigint() -> Iterator[None]:
+    """Makes SIGINT end the process at once in the block. Python's own handler, which raises KeyboardInterrupt, runs only when a
+    call into C++ returns, and ranks wait for each other in one for up to 30 minutes. Other handlers stay."""
+    is_own = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with handled({signal.SIGINT: signal.SIG_DFL} if is_own else {}):
+        yield
+
+
+@contextlib.contextmanager
 def ended_by_sigterm() -> Iterator[None]:
     """Makes SIGTERM raise SystemExit in the block, so that a preempted job cleans up and ends with a shell's exit code."""
     with handled({signal.SIGTERM: lambda *_: sys.exit(TERMINATED)}):

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,10 +19,14 @@ from tests.lm.run.processes import PROCESSES, run_command
 from tests.lm.run.runs import CURVE, assert_same_curve, checkpoints, resumable, rows
 
 
-def two_ranks(config, how):
+def free_port():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        return free.getsockname()[1]
+
+
+def two_ranks(config, how):
+    port = free_port()
     ranks = [PROCESSES.Process(target=_rank, args=(rank, port, config, how)) for rank in range(2)]
     for process in ranks:
         process.start()
@@ -97,14 +102,32 @@ def _command_of_rank(rank, port, argv, log):
     run_command(argv, log)
 
 
+def test_rank_that_waits_for_the_others_is_interrupted_at_once(config, tmp_path):
+    argv = f"train --width 64 --depth 1 --base-width 32 --device cpu --data {config.data} --out {tmp_path}/run".split()
+    port, log = free_port(), tmp_path / "log"
+    process = PROCESSES.Process(target=_command_of_rank, args=(0, port, argv, log))
+    process.start()
+    while not listens(port):  # from then on it waits for rank 1, which never comes
+        assert process.exitcode is None, log.read_text()
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    process.join(30)
+    still_there = process.exitcode is None
+    process.kill()
+    assert not still_there
+
+
+def listens(port):
+    with socket.socket() as caller:
+        return caller.connect_ex(("127.0.0.1", port)) == 0
+
+
 @pytest.mark.slow
 def test_rank_that_loses_the_other_says_so_in_one_line(config, tmp_path):
     folder = tmp_path / "run"
     flags = "train --width 64 --depth 1 --base-width 32 --steps 100000 --seq-len 16 --batch-size 2 --device cpu "
     argv = f"{flags} --data {config.data} --out {folder}".split()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     logs = [tmp_path / f"{rank}.log" for rank in range(2)]
     ranks = [PROCESSES.Process(target=_command_of_rank, args=(rank, port, argv, logs[rank])) for rank in range(2)]
     for process in ranks:
