@@ -68,16 +68,19 @@ def refuse_other_than_plain(path: Path) -> None:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Writes a file so that it has either the old or the new content, even if the power fails."""
+    """Writes a file so that it has either the old or the new content, even if the power fails. A link to a file stays, and the
+    file is written. A device or a pipe is written to if the path names it, and refused if a link leads to it, since the content
+    would be lost in silence."""
     # A folder's name, as part of a text, may hold bytes that are not UTF-8.
     data = content if isinstance(content, bytes) else content.encode(errors="backslashreplace")
-    path = resolved(path) if path.is_symlink() else path
     is_special = path.exists() and not path.is_file()
+    if is_special and path.is_symlink() and not path.is_relative_to("/dev"):  # /dev/stdout is a link
+        refuse_other_than_plain(path)
     with writing(path):
         if is_special:
             _write_into(path, data)
         else:
-            _replace(path, data)
+            _replace(resolved(path) if path.is_symlink() else path, data)
 
 
 def _write_into(path: Path, data: bytes) -> None:

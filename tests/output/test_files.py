@@ -90,6 +90,17 @@ def test_links_and_devices_are_written_to_and_not_replaced(tmp_path):
         write_atomic(tmp_path, "text")
 
 
+def test_link_to_a_device_is_refused_unless_it_is_one_of_the_system(tmp_path):
+    """What is written to /dev/null is lost."""
+    (tmp_path / "best.json").symlink_to("/dev/null")
+    with pytest.raises(OSError) as caught:
+        write_atomic(tmp_path / "best.json", "{}")
+    assert sentence_of(caught.value).startswith(f"{tmp_path / 'best.json'}: Not a plain file. Name another path")
+    assert (tmp_path / "best.json").readlink() == Path("/dev/null")
+    script = "from pathlib import Path; from smupar.output.files import write_atomic; write_atomic(Path('/dev/stdout'), 'text')"
+    assert subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, check=True).stdout == "text"
+
+
 # Folders
 
 
