@@ -1,4 +1,4 @@
-"""Masks and scales that are made before training."""
+"""Masks and initial scales that are made before training."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smupar.dynamic.policies import POOLS, num_kept, ranked
+from smupar.dynamic.policies import POOLS, largest_masks, num_kept
 from smupar.model.parameterize import unwrapped
 from smupar.model.sharding import whole
 from smupar.model.weights import ModelWeight, hidden_weights
@@ -44,15 +44,15 @@ def snip_masks(
     if frozen:
         raise ValueError(f"{frozen[0]!r} is frozen, but SNIP needs its gradient: freeze it after the masks are made")
     sums = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-    num, buffers = 0, {name: buffer.clone() for name, buffer in model.named_buffers()}
+    num_batches, buffers = 0, {name: buffer.clone() for name, buffer in model.named_buffers()}
     for batch in batches:
-        num += 1
+        num_batches += 1
         grads = torch.autograd.grad(loss_fn(model, batch), list(parameters.values()), materialize_grads=True)
         for name, grad in zip(parameters, grads, strict=True):
             sums[name] += grad
     for name, buffer in model.named_buffers():  # running statistics
         buffer.copy_(buffers[name])
-    refuse(num == 0, "SNIP needs at least one batch")
+    refuse(num_batches == 0, "SNIP needs at least one batch")
     return _best_masks(model, plan, density, lambda w: whole(w.parameter.detach() * sums[w.name]).abs(), pool=pool)
 
 
@@ -71,14 +71,15 @@ def _best_masks(
     num_to_keep = {name: num_kept(name, plan[name].shape, shares[name]) for name in hidden}
     scores = ((name, score(weight).flatten()[None]) for name, weight in hidden.items())
     layers = ((name, size, torch.ones_like(size, dtype=torch.bool), [num_to_keep[name]]) for name, size in scores)
-    masks = ranked(layers, pool, "raise the density, or use pool='layer'")
+    masks = largest_masks(layers, pool, "raise the density, or use pool='layer'")
     return {name: mask.view(plan[name].shape) for name, mask in masks}
 
 
 @torch.no_grad()
 def fan_in_init(model: nn.Module, plan: Plan) -> None:
-    """Scales the weights of each neuron, in place, for its own number of inputs instead of the layer's mean (Evci et al.). This
-    is for masks that leave neurons with very different numbers of inputs. If all have the same number, nothing changes."""
+    """Rescales the weights of each neuron in place, so that their std fits the number of inputs that the neuron keeps (Evci et
+    al.). The plan's std fits the layer's mean number. Use this for masks that leave neurons with very different numbers of
+    inputs; if all neurons keep the same number, nothing changes."""
     for name, weight in hidden_weights(unwrapped(model), plan).items():
         if weight.is_masked:
             fan_in = weight.full_mask().float().sum(plan[name].in_dims, keepdim=True)

@@ -1,8 +1,8 @@
 """The published methods RigL, SET, GMP and IMP, each a sparsifier with its policy.
 
-GMP and IMP prune, and the learning rate follows the density by Table 1. Their ``correction`` is "moment": the learning rate
-always fits the current density, and the init the first one; or "fixed": init and learning rate fit the last density from the
-start, as in the paper.
+GMP and IMP prune, so the density falls, and Table 1 gives another learning rate and init for each density. With ``correction``
+"moment", the learning rate always fits the current density, and the init fits the first one. With "fixed", both fit the last
+density from the start, as in the paper.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _DropsAndGrows(Sparsifier):
     ) -> None:
         """
         stop            last step at which masks may move; 3/4 of the run is a good choice
-        drop_fraction   share of a layer's active weights that the first move drops
+        drop_fraction   the share of a layer's weights that the first move drops
         every, start    masks move after steps ``start``, ``start + every`` and so on
         decay           "cosine" and "linear" reduce drop_fraction to 0 until ``stop``; "constant" does not
         steps           length of the run; a ``stop`` after it is refused
@@ -64,8 +64,9 @@ class GMP(Sparsifier):
     Make it before you load a checkpoint, since it adds the masks that the checkpoint has.
 
     density     final density: a number, {"glob": number} or an allocation such as ``erk(1 / 16)``
-    pool        "layer": ranks weights in each layer; "global": ranks all hidden weights together
-    correction  "moment": learning rates for the current density; "fixed": init and rates for the last density from the start
+    every       masks move after steps ``start``, ``start + every`` and so on, and after ``stop``
+    pool        "layer" ranks weights in each layer; "global" ranks all hidden weights together
+    correction  "moment" fits learning rates to the current density; "fixed" fits init and learning rates to the last one
     """
 
     def __init__(
@@ -89,10 +90,10 @@ class GMP(Sparsifier):
 
 class IMP(Sparsifier):
     """Iterative magnitude pruning with rewinding (Frankle et al.): train, prune, rewind to the weights of step ``rewind``,
-    train again. A round has ``every`` steps; one more round follows the last pruning.
+    train again. A round has ``every`` steps. After ``rounds`` prunings, train one more round.
 
-    All parameters and running statistics are rewound, and optimizers forget their steps. Your own schedule should depend on
-    ``round_step``.
+    All parameters and running statistics are rewound, and optimizers lose their state. Your learning-rate schedule should
+    depend on ``round_step``.
     """
 
     policy: Rounds

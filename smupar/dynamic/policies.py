@@ -63,12 +63,12 @@ class MoveSchedule:
         return min(1.0, max(0.0, (done - self.start) / (self.stop - self.start)))
 
 
-# Which: all tensors are (models, weights)
+# Which weights are kept. All tensors have the shape (models, weights).
 
 
 def largest(score: Tensor, candidates: Tensor, num: Tensor) -> Tensor:
-    """Marks in each row i the ``num[i]`` candidates with the largest scores, or all if there are fewer. The first of equal
-    scores wins."""
+    """Marks the ``num[i]`` candidates with the largest scores in each row i, or all candidates if there are fewer. Of equal
+    scores, the first wins."""
     order = score.masked_fill(~candidates, -math.inf).argsort(dim=1, descending=True, stable=True)
     chosen = torch.arange(score.shape[1], device=score.device) < num[:, None]
     return torch.zeros_like(candidates).scatter_(1, order, chosen).logical_and_(candidates)
@@ -131,9 +131,9 @@ class DropAndGrow:
             else:
                 keys = torch.tensor([key_of(goal.plan.seed, done, name) for goal in goals.values()], device=mask.device)
                 score = random_scores(mask.shape[1], keys)
-            yield name, self.moved(values, mask, score, done)
+            yield name, self.next_mask(values, mask, score, done)
 
-    def moved(self, weight: Tensor, mask: Tensor, grow_score: Tensor, done: int) -> Tensor:
+    def next_mask(self, weight: Tensor, mask: Tensor, grow_score: Tensor, done: int) -> Tensor:
         share = self.drop_fraction * DECAYS[self.decay](self.schedule.progress(done))
         active = mask.sum(1)
         num = (share * active.double() + 0.5).long()
@@ -142,8 +142,8 @@ class DropAndGrow:
 
 
 class _KeepLargest:
-    """Keeps the weights of largest magnitude; the density of the step decides how many. ``pool`` is "layer" to rank weights in
-    each layer, or "global" to rank all hidden weights together."""
+    """Keeps the weights of largest magnitude, as many as the density of the step allows. ``pool`` is "layer" to rank weights
+    in each layer, or "global" to rank all hidden weights together."""
 
     pool: str
     needs_gradient: ClassVar[bool] = False
@@ -159,7 +159,7 @@ class _KeepLargest:
             return [num_kept(name, row.shape, self.density(row.density, last, done)) for row, last in rows]
 
         layers = ((name, *weight.rows(list(goals)), sizes(name)) for name, weight in weights.items())
-        return ranked(layers, self.pool, "prune less, or with pool='layer'")
+        return largest_masks(layers, self.pool, "prune less, or with pool='layer'")
 
 
 @dataclass(frozen=True)
@@ -220,9 +220,14 @@ class Rounds(_KeepLargest):
         return last if share == 1 else first * Fraction(float(last / first) ** float(share))
 
 
-def ranked(layers: Iterable[tuple[str, Tensor, Tensor, list[int]]], pool: str, remedy: str) -> Iterator[tuple[str, Tensor]]:
-    """Yields the name of each layer and the mask of its largest weights. In a global pool all layers share one ranking. A layer
-    is given as its name, its weights and mask, each (models, weights), and the number of weights to keep in each model."""
+def largest_masks(
+    layers: Iterable[tuple[str, Tensor, Tensor, list[int]]], pool: str, remedy: str
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields the name of each layer and the mask of its largest weights. In a global pool all layers share one ranking.
+
+    layers   for each layer its name, its weights and mask, of shape (models, weights), and how many weights each model keeps
+    remedy   ends the error about a layer that would lose all its weights
+    """
     for group in [list(layers)] if pool == "global" else ([layer] for layer in layers):
         names, weights, masks, sizes = zip(*group, strict=True)
         num = torch.tensor(sizes, device=masks[0].device).sum(0)
@@ -241,9 +246,8 @@ Policy = DropAndGrow | Pruning | Rounds
 class MaskGoal:
     """How the masks of one model move, and towards which densities.
 
-    last        final densities of a pruned model
-    correction  which density sets a pruned model's learning rates by Table 1. "moment": the current one; "fixed": the last one
-                from the start, which then sets the init too
+    last        final densities of a pruned model, by parameter name
+    correction  for a pruned model, "moment" or "fixed", as in ``methods``; None for other models
     """
 
     plan: Plan

@@ -1,4 +1,4 @@
-"""Restarts Adam's bias correction at a grown weight's own first step."""
+"""Starts Adam's bias correction again for grown weights."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from smupar.plan.settings import refuse
 
 
 class Restart:
-    """Adam corrects its averages for their start at 0, by the number of the optimizer's steps. For a grown weight, whose
-    averages started later, this correction is wrong. After each step this class subtracts the difference from the weight.
-    ``born`` has the step at which each weight grew; it is 0 for the first weights."""
+    """Replaces Adam's updates of grown weights by those with the right bias correction.
+
+    Adam divides its averages by a correction for their start at 0, which depends on the number of the optimizer's steps. The
+    averages of a grown weight started later, so this correction is wrong for it. After each step, this class changes the weight
+    by the difference. ``born`` has the step after which each weight grew; it is 0 for weights of the first mask.
+    """
 
     def __init__(self, model: nn.Module, plan: Plan, optimizers: Sequence[Optimizer]) -> None:
-        """Refuses optimizers that cannot restart. Corrects nothing before ``install``."""
+        """Refuses optimizers without such a correction. Nothing is changed before ``install``."""
         self.model, self.plan, self.optimizers = model, plan, optimizers
         self.born: dict[str, Tensor] = {}
         hidden = {id(weight.parameter) for weight in hidden_weights(model, plan).values()}
@@ -38,11 +41,11 @@ class Restart:
 
     def install(self) -> None:
         for optimizer in self.optimizers:
-            # The model owns the phase, so that this one replaces an earlier sparsifier's. Both together would correct twice.
+            # The model owns the phase, so that it replaces that of an earlier sparsifier. Both together would correct twice.
             seam_of(optimizer).add(self.model, correct=self._correct)
 
     def note(self, weight: Weight, change: MaskChange) -> None:
-        """Records the current step as the birth of the weights that are new in a mask."""
+        """Records the current step for the weights that are new in a mask."""
         assert isinstance(weight, ModelWeight), "stacks do not restart the bias correction"
         parameter = weight.parameter
         state: dict[str, Any] = next((o.state[parameter] for o in weight.optimizers if parameter in o.state), {})
@@ -64,7 +67,7 @@ class Restart:
 
     @staticmethod
     def _difference(state: Mapping[str, Any], group: dict[str, Any], born: Tensor) -> Tensor:
-        """The update that young weights got, minus the update that they should have had."""
+        """What the optimizer subtracted from grown weights, minus what it should have subtracted."""
         beta1, beta2 = group["betas"]
         count = torch.as_tensor(state["step"], dtype=torch.float32, device=born.device)
         mean, square = state["exp_avg"], state["exp_avg_sq"]

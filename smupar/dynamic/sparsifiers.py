@@ -1,7 +1,7 @@
-"""Sparsifiers carry a policy out, on one model (``Sparsifier``) or on a stack (``StackedSparsifier``): the policy decides on
-new masks, ``Weight.set_mask`` moves them, and learning rates and optimizers are adjusted.
+"""Sparsifiers carry a policy out, on one model (``Sparsifier``) or on a stack (``StackedSparsifier``). The policy decides on
+new masks, ``Weight.set_mask`` moves them, and the sparsifier adjusts learning rates and optimizers.
 
-Call ``sparsifier.step()`` after every ``optimizer.step()``. It counts these steps, and moves the masks after each due step.
+Users call ``sparsifier.step()`` after every ``optimizer.step()``. It counts these steps, and moves the masks when they are due.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ from smupar.plan.facts.optimizers import facts_of, family_of
 from smupar.plan.plan import PlanWarning
 from smupar.plan.settings import UNSTRUCTURED, refuse
 
-# Calls of step() without a step of the optimizer, before it raises.
+# After this many calls of step() without a step of the optimizer, there is a warning.
 _MANY_IDLE = 1000
 _MOVABLE = (*UNSTRUCTURED, "given", None)
-_ABSENT, _FINITE, _NOT_FINITE = 0, 1, 2  # what a rank saw of a weight's dense gradient; the largest value over all ranks counts
+_ABSENT, _FINITE, _NOT_FINITE = 0, 1, 2  # a rank's dense gradient of a weight; the largest number over all ranks counts
 
 
 class _AnySparsifier(ABC):
-    """The common part of the two sparsifiers: the masks of each model move by its own goal and at its own steps."""
+    """The base class of both sparsifiers. The masks of each model move by its own goal and at its own steps."""
 
     restart: Restart | None = None
 
     def __init__(self, goals: Mapping[int, MaskGoal]) -> None:
-        """``goals`` holds goals by the model's number. A model without a goal keeps its masks."""
+        """``goals`` has the goals by the model's number. A model without a goal keeps its masks."""
         self.goals = goals
         self.policies: dict[Policy, dict[int, MaskGoal]] = {}  # policy -> the goals of the models that share it
         for model, goal in goals.items():
             self.policies.setdefault(goal.policy, {})[model] = goal
-        self.first: dict[str, Tensor] = {}  # values to rewind to, by name
+        self.remembered: dict[str, Tensor] = {}  # name of a parameter or buffer -> the values to rewind to
 
     @abstractmethod
     def weights(self) -> Mapping[str, Weight]:
         """The hidden weights whose masks move."""
 
     @abstractmethod
-    def every_weight(self) -> Mapping[str, Weight]:
-        """All parameters as weights."""
+    def all_weights(self) -> Mapping[str, Weight]:
+        """All parameters, as weights."""
 
     @abstractmethod
     def _correct(self, name: str, model: int, density: Fraction) -> None:
@@ -90,18 +90,18 @@ class _AnySparsifier(ABC):
                 self.rewind(list(goals))
 
     def remember(self) -> None:
-        """Keeps the values for ``rewind``."""
-        self.first = {name: weight.snapshot() for name, weight in self.every_weight().items()}
+        """Copies the values of this step, for ``rewind``."""
+        self.remembered = {name: weight.snapshot() for name, weight in self.all_weights().items()}
 
     def rewind(self, models: list[int]) -> None:
-        """Restores the remembered weights of these models, and resets their optimizers."""
-        for name, weight in self.every_weight().items():
-            weight.restore(self.first[name], models)
+        """Restores the remembered values of these models, and resets their optimizers."""
+        for name, weight in self.all_weights().items():
+            weight.restore(self.remembered[name], models)
 
 
 class StackedSparsifier(_AnySparsifier):
-    """Moves the masks of a stack. Call ``before`` and ``after`` each step, with its number from 0 on. Together they do what
-    ``Sparsifier.step`` does for one model."""
+    """Moves the masks of a stack. Call ``before`` before each step and ``after`` after it, with the step's number from 0 on.
+    Together they do what ``Sparsifier.step`` does for one model."""
 
     def __init__(self, stack: Stack, goals: Mapping[int, MaskGoal]) -> None:
         super().__init__(goals)
@@ -113,7 +113,7 @@ class StackedSparsifier(_AnySparsifier):
     def weights(self) -> Mapping[str, Weight]:
         return {name: self.stack.weights[name] for name in self.stack.hidden}
 
-    def every_weight(self) -> Mapping[str, Weight]:
+    def all_weights(self) -> Mapping[str, Weight]:
         return self.stack.weights
 
     def before(self, step: int, batch: Sequence[Tensor]) -> None:
@@ -137,8 +137,8 @@ class Sparsifier(_AnySparsifier):
     """Moves the masks of one model towards a goal, and counts steps. Its subclasses (``methods``) make the goals.
 
     A grown weight starts at 0 with optimizer state 0. A dropped weight is 0 and loses its state. With
-    ``restart_bias_correction`` Adam's bias correction starts at a grown weight's own first step; without it, its first updates
-    have the wrong size. ``steps`` is the length of the run, if known; a schedule that ends later is refused.
+    ``restart_bias_correction`` Adam's bias correction starts again for grown weights; without it, their first updates have the
+    wrong size. ``steps`` is the length of the run, if known; a schedule that ends later is refused.
     """
 
     def __init__(
@@ -157,8 +157,8 @@ class Sparsifier(_AnySparsifier):
         self._idle_before: set[str] = set()
         self._refuse(goal, steps)
         if restart_bias_correction:
-            self.restart = Restart(self.model, self.plan, self.optimizers)  # refuses, and changes nothing
-        # The last check that can refuse, which it does before it splits the first group.
+            self.restart = Restart(self.model, self.plan, self.optimizers)  # may refuse, but changes nothing
+        # This is the last call that can refuse. It does so before it splits the first group.
         self.rates = layer_rates(self.model, self.plan, self.optimizers) if goal.correction else None
         self._install(goal)
 
@@ -168,8 +168,8 @@ class Sparsifier(_AnySparsifier):
         if goal.correction is not None:
             add_masks(self.model, self.plan)
         let_masks_move(self.model)
-        for each in self.optimizers:
-            seam_of(each).add(self, count=self._see_step)
+        for optimizer in self.optimizers:
+            seam_of(optimizer).add(self, count=self._see_step)
         if self.restart is not None:
             self.restart.install()
         self.start_fixed()
@@ -191,9 +191,9 @@ class Sparsifier(_AnySparsifier):
             raise ValueError(
                 f"masks that move are unstructured, so pattern {structured[0]!r} would be lost: use pattern='random'"
             )
-        for reason in filter(None, (facts_of(each).no_moves for each in self.optimizers)):
+        for reason in filter(None, (facts_of(optimizer).no_moves for optimizer in self.optimizers)):
             raise ValueError(reason)
-        self._refuse_strangers()
+        self._refuse_other_optimizers()
         refuse(
             goal.correction is None and not any(w.is_masked or self.plan[n].masked for n, w in self._trained().items()),
             "no hidden weight is sparse, so no mask can move: pass a density below 1 to parameterize",
@@ -201,7 +201,8 @@ class Sparsifier(_AnySparsifier):
         if goal.correction == "fixed":
             self._refuse_scaled(goal.last)
 
-    def _refuse_strangers(self) -> None:
+    def _refuse_other_optimizers(self) -> None:
+        """Refuses optimizers that do not train all hidden weights of the model."""
         in_groups = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
         for name, weight in self._trained().items():
             refuse(
@@ -211,7 +212,7 @@ class Sparsifier(_AnySparsifier):
             )
 
     def _refuse_scaled(self, last: Mapping[str, Fraction]) -> None:
-        """Refuses weights that do not have their initial std, since a checkpoint's weights have been scaled already."""
+        """Refuses weights whose std is not the plan's init std, since the weights of a checkpoint have been scaled already."""
         for name, weight in self._trained().items():
             planned, values = self.plan[name].init_std, weight.full()
             if init_factor(self.plan, self.plan[name], last[name]) == 1 or not planned or values.is_meta:
@@ -227,14 +228,14 @@ class Sparsifier(_AnySparsifier):
     # Weights
 
     def weights(self) -> dict[str, ModelWeight]:
-        """Hidden weights that have a mask and are trained."""
+        """The hidden weights that have a mask and are trained."""
         return {name: weight for name, weight in self._trained().items() if weight.is_masked}
 
     def _trained(self) -> dict[str, ModelWeight]:
         hidden = hidden_weights(self.model, self.plan, self.optimizers)
         return {name: weight for name, weight in hidden.items() if weight.parameter.requires_grad}
 
-    def every_weight(self) -> dict[str, ModelWeight]:
+    def all_weights(self) -> dict[str, ModelWeight]:
         return {name: weight_of(self.model, name, self.optimizers) for name, _ in self.model.named_parameters()}
 
     def _statistics(self) -> dict[str, Tensor]:
@@ -249,20 +250,20 @@ class Sparsifier(_AnySparsifier):
         return {name: int(mask.sum()) / mask.numel() for name, mask in masks.items()}
 
     def _correct(self, name: str, model: int, density: Fraction) -> None:
-        for each in self.optimizers:
-            family = group_of_weight(each).get(name, {}).get("family")
+        for optimizer in self.optimizers:
+            family = group_of_weight(optimizer).get(name, {}).get("family")
             if family is not None and self.rates is not None:
                 self.rates.corrections[name] = density_factor(self.plan, self.plan[name], density, family)
 
     def remember(self) -> None:
         super().remember()
-        self.first |= {name: statistic.clone() for name, statistic in self._statistics().items()}
+        self.remembered |= {name: statistic.clone() for name, statistic in self._statistics().items()}
 
     def rewind(self, models: list[int]) -> None:
         super().rewind(models)
         for name, statistic in self._statistics().items():
-            if name in self.first:  # early versions of checkpoints lack some
-                statistic.copy_(self.first[name])
+            if name in self.remembered:  # checkpoints of early versions lack some
+                statistic.copy_(self.remembered[name])
         for optimizer in self.optimizers:
             optimizer.state.clear()
 
@@ -276,8 +277,8 @@ class Sparsifier(_AnySparsifier):
             self._num_idle += 1
             if self.num_steps == 0 and self._num_idle == _MANY_IDLE:
                 warnings.warn(
-                    f"called {_MANY_IDLE} times, but its optimizer made no step: make the sparsifier with the optimizer whose "
-                    "step() is called",
+                    f"step() of the sparsifier was called {_MANY_IDLE} times, but its optimizer made no step: make the "
+                    "sparsifier with the optimizer whose step() is called",
                     PlanWarning,
                     stacklevel=3,
                 )
@@ -295,8 +296,8 @@ class Sparsifier(_AnySparsifier):
 
     def has_stepped(self) -> bool:
         """Whether an optimizer has made a step since the last call of ``step``."""
-        for each in self.optimizers:
-            seam_of(each).finish()  # a hook of the optimizer may call this before the seam's own hook runs
+        for optimizer in self.optimizers:
+            seam_of(optimizer).finish()  # a hook of the optimizer may call this before the seam's own hook runs
         return self._stepped
 
     def _see_step(self, step: Step) -> None:
@@ -340,7 +341,8 @@ class Sparsifier(_AnySparsifier):
                 "optimizer.step(), and smupar.attach(model, plan) after a copy, a conversion or sharding"
             )
         if not self._idle_before.issuperset(idle):
-            warnings.warn(f"no gradient in this step, so their masks stay: {', '.join(idle[:4])}", PlanWarning, stacklevel=5)
+            names = ", ".join(idle[:4])
+            warnings.warn(f"weights without a gradient in this step keep their masks: {names}", PlanWarning, stacklevel=5)
             self._idle_before.update(idle)
         for name in (name for name, state in seen.items() if state == _NOT_FINITE):
             warnings.warn(f"the gradient of {name!r} is not finite, so its mask stays", PlanWarning, stacklevel=5)
@@ -349,12 +351,12 @@ class Sparsifier(_AnySparsifier):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Masks are in the model's own state dict."""
+        """The state without the masks, which are in the model's own state dict."""
         state: dict[str, Any] = {"num_steps": self.num_steps, "born": dict(self.restart.born) if self.restart else {}}
         if self.rates is not None:
             state["corrections"] = dict(self.rates.corrections)
         if isinstance(self.policy, Rounds):
-            state["weights"] = self.first
+            state["weights"] = self.remembered
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -364,6 +366,6 @@ class Sparsifier(_AnySparsifier):
             self.restart.born = {n: born.to(hidden[n].parameter.device, copy=True) for n, born in state["born"].items()}
         if self.rates is not None:
             self.rates.corrections.update(state["corrections"])
-        if "weights" in state:  # otherwise the values remembered at the start stay
-            self.first = {name: weight.clone() for name, weight in state["weights"].items()}
+        if "weights" in state:  # if not, the values that were remembered at the start stay
+            self.remembered = {name: weight.clone() for name, weight in state["weights"].items()}
         self._request_gradients()

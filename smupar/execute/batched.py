@@ -26,7 +26,7 @@ Betas = tuple[float, float]
 
 
 class _Loss(nn.Module):
-    """A module whose parameters can be swapped for one call, and whose output is the loss."""
+    """A module whose output is the loss, so that a functional call with other parameters computes their loss."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFn) -> None:
         super().__init__()
@@ -45,26 +45,27 @@ class BatchedLoss:
         self.template = _Loss(copy.deepcopy(model).to("meta"), loss_fn)
         # The copy on the meta device loses ties, so all names of tied parameters are stored here.
         first = {id(parameter): name for name, parameter in model.named_parameters()}
-        every = model.named_parameters(remove_duplicate=False)
-        self.aliases = {name: first[id(parameter)] for name, parameter in every if first[id(parameter)] != name}
+        named = model.named_parameters(remove_duplicate=False)
+        self.aliases = {name: first[id(parameter)] for name, parameter in named if first[id(parameter)] != name}
         self.device_type, self.dtype = next(model.parameters()).device.type, dtype
         self.single, self.own_batches = num_models == 1, own_batches
 
     def values(self, params: Tensors, buffers: Tensors, batch: tuple[Tensor, ...], chunk_size: int | None = None) -> Tensor:
-        return self._apply(self._of_one, params, buffers, batch, chunk_size)
+        return self._apply(self._loss_of_one_model, params, buffers, batch, chunk_size)
 
     def gradients(
         self, params: Tensors, buffers: Tensors, batch: tuple[Tensor, ...], chunk_size: int | None = None
     ) -> tuple[Tensors, Tensor]:
-        """Gradients by name, and the losses. ``chunk_size`` models are computed at once, and by default all."""
+        """Gradients by name, and the losses. ``chunk_size`` is the number of models that are computed at once; by default
+        all."""
         num_models = len(next(iter(params.values())))
         size = chunk_size or num_models
-        own = (params, buffers, batch) if self.own_batches else (params, buffers)
+        by_model, shared = ((params, buffers, batch), ()) if self.own_batches else ((params, buffers), (batch,))
         parts = [
-            self._gradients(*_pytree.tree_map(itemgetter(slice(at, at + size)), own), *(() if self.own_batches else (batch,)))
+            self._gradients(*_pytree.tree_map(itemgetter(slice(at, at + size)), by_model), *shared)
             for at in range(0, num_models, size)
         ]
-        return parts[0] if len(parts) == 1 else _pytree.tree_map(lambda *each: torch.cat(each), *parts)
+        return parts[0] if len(parts) == 1 else _pytree.tree_map(lambda *chunks: torch.cat(chunks), *parts)
 
     def _gradients(self, params: Tensors, buffers: Tensors, batch: tuple[Tensor, ...]) -> tuple[Tensors, Tensor]:
         return gradients_of_sum(lambda leaves: self.values(leaves, buffers, batch), params)
@@ -84,7 +85,7 @@ class BatchedLoss:
             return lambda module, args: seen.__setitem__(name, take(args[0]))
 
         def run(params: Tensors, buffers: Tensors, batch: tuple[Tensor, ...]) -> Tensors:
-            self._of_one(params, buffers, batch)
+            self._loss_of_one_model(params, buffers, batch)
             return dict(seen)
 
         layers = {name: self.template.model.get_submodule(parent_path(name)) for name in names}
@@ -101,7 +102,7 @@ class BatchedLoss:
 
         def run(params: Tensors, buffers: Tensors, batch: tuple[Tensor, ...]) -> Tensor:
             seen.clear()
-            self._of_one(params, buffers, batch)
+            self._loss_of_one_model(params, buffers, batch)
             return seen[-1]
 
         dtype, self.dtype = self.dtype, None
@@ -121,7 +122,7 @@ class BatchedLoss:
         take: Callable[[Tensor], Tensor],
     ) -> Tensors:
         """``take`` applied to the gradient of the output of each weight's layer, by name of the weight."""
-        added: Tensors = {}  # zeros that are added to the outputs, whose gradients are those of the outputs
+        added: Tensors = {}  # zeros that are added to the outputs, so that their gradients are those of the outputs
         seen: Tensors = {}
 
         def hook(name: str) -> Callable[[nn.Module, Any, Tensor], Tensor]:
@@ -132,12 +133,12 @@ class BatchedLoss:
             return add
 
         def zeros(params: Tensors, buffers: Tensors, batch: tuple[Tensor, ...]) -> Tensors:
-            self._of_one(params, buffers, batch)
+            self._loss_of_one_model(params, buffers, batch)
             return dict(seen)
 
         def loss(trees: tuple[Tensors, Tensors], buffers: Tensors, batch: tuple[Tensor, ...]) -> Tensor:
             added.update(trees[1])
-            return self._of_one(trees[0], buffers, batch)
+            return self._loss_of_one_model(trees[0], buffers, batch)
 
         layers = {name: self.template.model.get_submodule(parent_path(name)) for name in names}
         hooks = [layer.register_forward_hook(hook(name)) for name, layer in layers.items()]
@@ -147,9 +148,9 @@ class BatchedLoss:
         finally:
             for handle in hooks:
                 handle.remove()
-        return {name: torch.stack([take(own) for own in grad]) for name, grad in grads.items()}
+        return {name: torch.stack([take(of_model) for of_model in grad]) for name, grad in grads.items()}
 
-    def _of_one(self, params: Tensors, buffers: Tensors, batch: tuple[Tensor, ...]) -> Tensor:
+    def _loss_of_one_model(self, params: Tensors, buffers: Tensors, batch: tuple[Tensor, ...]) -> Tensor:
         tensors = {f"model.{name}": value for name, value in {**params, **buffers}.items()}
         tensors |= {f"model.{alias}": params[name] for alias, name in self.aliases.items()}
         with nullcontext() if self.dtype is None else torch.autocast(self.device_type, self.dtype):
@@ -174,8 +175,8 @@ class BatchedLoss:
 
 
 def gradients_of_sum(losses: Callable[[Tensors], Tensor], leaves: Tensors) -> tuple[Tensors, Tensor]:
-    """Gradients of the sum of the losses, by name, and the losses. No model's loss depends on another's weights, so they are
-    the gradients of each model's own loss. In this order operations have to be batched in the forward pass only."""
+    """Gradients of the sum of the losses, by name, and the losses. No model's loss depends on another's weights, so these are
+    the gradients of each model's own loss. Operations then have to be batched in the forward pass only."""
     if torch.compiler.is_compiling():
 
         def total(leaves: Tensors) -> tuple[Tensor, Tensor]:
@@ -191,7 +192,7 @@ def gradients_of_sum(losses: Callable[[Tensors], Tensor], leaves: Tensors) -> tu
     return dict(zip(leaves, found, strict=True)), values.detach()
 
 
-# The amount that an optimizer subtracts from a weight; these functions change the optimizer's state in place
+# These functions return what an optimizer subtracts from a weight, and change the optimizer's state in place.
 
 
 def _adam(state: State, grad: Tensor, lr: Tensor, eps: Tensor, number: Tensor, betas: Betas, momentum: float) -> Tensor:
@@ -214,25 +215,25 @@ def adam_in_place(
     betas: Betas,
     facts: OptimizerFacts,
 ) -> None:
-    """Updates the weights of every model that is alive, decay included, by the kernel of torch's fused optimizers. It passes
-    over the tensors once, where ``_adam`` passes over them a dozen times."""
+    """Updates the weights of every model that is alive, decay included, by the kernel of torch's fused optimizers. This reads
+    each tensor once, where ``_adam`` reads them a dozen times."""
     kernel: Callable[..., None] = torch._fused_adamw_ if facts.decoupled else torch._fused_adam_
     numbers = zip(lr.tolist(), decay.tolist(), eps.tolist(), alive.tolist(), strict=True)
-    for k, (own_lr, own_decay, own_eps, is_alive) in enumerate(numbers):
+    for model, (lr_of_model, decay_of_model, eps_of_model, is_alive) in enumerate(numbers):
         if is_alive:
-            mean, square = (own[k] for own in state)
+            mean, square = (average[model] for average in state)
             kernel(
-                [param[k]],
-                [grad[k].contiguous()],
+                [param[model]],
+                [grad[model].contiguous()],
                 [mean],
                 [square],
                 [],
-                [number[k]],
-                lr=own_lr,
+                [number[model]],
+                lr=lr_of_model,
                 beta1=betas[0],
                 beta2=betas[1],
-                weight_decay=own_decay,
-                eps=own_eps,
+                weight_decay=decay_of_model,
+                eps=eps_of_model,
                 amsgrad=False,
                 maximize=False,
             )
@@ -257,7 +258,7 @@ def _muon(state: State, grad: Tensor, lr: Tensor, eps: Tensor, number: Tensor, b
     return math.sqrt(max(1.0, grad.shape[-2] / grad.shape[-1])) * lr * _orthogonalised(grad.lerp(mean, momentum))
 
 
-# By the name of the optimizer: (state, gradient, LR, epsilon, step, betas, momentum) -> amount to subtract from the weight
+# Name of the optimizer -> function (state, gradient, LR, epsilon, step, betas, momentum) -> what to subtract from the weight
 CHANGES: dict[str, Callable[[State, Tensor, Tensor, Tensor, Tensor, Betas, float], Tensor]] = {
     "AdamW": _adam,
     "Adam": _adam,

@@ -16,13 +16,14 @@ _SETTING = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def guard_compiler_cache() -> None:
-    """Makes the folder before anybody else can. If somebody else has made it, uses a private folder in the user's cache
-    instead. A folder that the user chose stays."""
+    """Makes torch's folder before anybody else can. If somebody else has made it, torch gets a private folder in the user's
+    cache instead. A folder that the user chose stays."""
     named = os.environ.get(_SETTING)
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
     guessed = Path(default_cache_dir())
-    if named not in (None, str(guessed.absolute())):  # torch sets it to its own guess when its compiler is first imported
+    # torch sets the variable to its own guess when its compiler is first imported.
+    if named not in (None, str(guessed.absolute())):
         return
     try:
         parent = guessed.parent.stat().st_mode

@@ -1,4 +1,4 @@
-"""Products of linear layers in fp32 on a CPU, by oneDNN if torch's MKL is slow on this processor.
+"""Products of linear layers in fp32 on a CPU. They use oneDNN if torch's MKL is slow on this processor.
 
 MKL uses AVX-512 only on Intel's processors. On AMD's it takes twice as long as oneDNN, which also comes with torch. The choice
 depends only on the processor and is never measured, so that a run has the same bits each time.
@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-_LARGEST_BATCHED = 128 * 128  # weights of many models are not slower as one batched product up to this size
+_LARGEST_BATCHED = 128 * 128  # up to this size of the weight, one batched product for many models is not slower
 
 
 def fast_products() -> contextlib.AbstractContextManager[object]:
-    """Makes linear layers multiply by oneDNN within the block if that is faster. Backward passes of these products use it too.
-    Compiled code does not change."""
-    return _Linear() if _mkl_is_slow() and not torch.compiler.is_compiling() else contextlib.nullcontext()
+    """A context in which linear layers multiply by oneDNN if that is faster. The backward passes of these products use it too.
+    Compiled code is not changed."""
+    return _LinearMode() if _mkl_is_slow() and not torch.compiler.is_compiling() else contextlib.nullcontext()
 
 
 @cache
@@ -32,12 +32,12 @@ def _mkl_is_slow() -> bool:
         return False
     if torch.backends.cpu.get_cpu_capability() != "AVX512" or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
-    about = Path("/proc/cpuinfo")
-    return about.exists() and "AuthenticAMD" in about.read_text(encoding="utf-8", errors="replace")
+    info = Path("/proc/cpuinfo")
+    return info.exists() and "AuthenticAMD" in info.read_text(encoding="utf-8", errors="replace")
 
 
-class _Linear(TorchFunctionMode):
-    """Replaces ``F.linear``."""
+class _LinearMode(TorchFunctionMode):
+    """While active, replaces ``F.linear``."""
 
     def __torch_function__(
         self,
@@ -87,8 +87,8 @@ class _Product(torch.autograd.Function):
 
 
 class _StackProduct(torch.autograd.Function):
-    """The same for the models of a stack, one after the other. It is a class of its own, because ``torch.func`` takes only
-    functions with a ``setup_context``, and torch needs 0.1 ms more for a call of these."""
+    """X W' for the models of a stack, one after the other. ``torch.func`` takes only functions with a ``setup_context``, and a
+    call of these takes 0.1 ms longer, so single models have a class without it."""
 
     @staticmethod
     def forward(x: Tensor, weight: Tensor) -> Tensor:
@@ -103,10 +103,10 @@ class _StackProduct(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, int | None], x: Tensor, weight: Tensor) -> tuple[Tensor, int]:
         xs, weights = (
-            [each] * info.batch_size if dim is None else each.unbind(dim)
-            for each, dim in zip((x, weight), in_dims, strict=True)
+            [factor] * info.batch_size if dim is None else factor.unbind(dim)
+            for factor, dim in zip((x, weight), in_dims, strict=True)
         )
-        return torch.stack([_StackProduct.apply(*each) for each in zip(xs, weights, strict=True)]), 0
+        return torch.stack([_StackProduct.apply(*factors) for factors in zip(xs, weights, strict=True)]), 0
 
 
 def _product(x: Tensor, weight: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
-"""Trains many models of equal shapes as one batched model. Each has its own rule, density, learning rate, seed and schedule.
+"""Trains many models of equal shapes as one batched model. Each model has its own rule, density, learning rate, seed and
+schedule.
 
-Parameters, masks and factors get a leading dimension of models, and one batched step (``batched``) replaces many small ones.
+Parameters, masks and factors get a leading dimension of models, and one batched step (``batched``) replaces many small steps.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from smupar.execute.batched import CHANGES, BatchedLoss, LossFn, adam_in_place
-from smupar.execute.cuda_graphs import Graphed, Upload, compile_static
+from smupar.execute.cuda_graphs import GraphedCall, Uploader, compile_static
 from smupar.model.csr import MASK
 from smupar.model.factors import add_missing_factors
 from smupar.model.stacked_weight import StackedWeight
@@ -27,7 +28,7 @@ from smupar.plan.facts.optimizers import facts_for_role, family_of, names_with
 from smupar.plan.plan import Plan
 from smupar.plan.settings import refuse
 
-# Number of models whose activations are held at the same time outside the compiled step.
+# The number of models that run at the same time, except in training steps. A captured training step holds most of the memory.
 _CHUNK = 4
 SUPPORTED = names_with("stackable")
 
@@ -37,7 +38,8 @@ class Hyperparameters:
     """One model's optimizer: the arguments of ``param_groups`` and of the optimizer, with torch's defaults."""
 
     lr: float
-    # LR of an AdamW for all but hidden weights; None: no such AdamW, or for muon one with LR ``lr``
+    # Learning rate of an AdamW that trains all parameters but hidden weights. None means that there is no such AdamW, except
+    # for Muon, where it has the learning rate ``lr``.
     rest_lr: float | None = None
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -58,11 +60,11 @@ class StackTensors:
     masks: dict[str, Tensor]
     state: dict[str, list[Tensor]]  # state of the optimizer
     constants: dict[str, tuple[Tensor, ...]]  # learning rate, decay and epsilon, from the plan
-    rates: dict[str, Tensor]  # additional factors on the learning rates of hidden weights, computed from the next two
+    rates: dict[str, Tensor]  # further factors on the learning rates of hidden weights: ``measured``, or else ``corrections``
     corrections: dict[str, Tensor]
     measured: dict[str, Tensor]  # NaN for models without a measurement
     independent: Tensor  # whether weight decay is independent of the learning rate
-    alive: Tensor
+    alive: Tensor  # whether the model is still trained; its loss has been finite so far
     number: Tensor  # number of the step
     clip: Tensor | None  # largest allowed gradient norm; None if no model clips
 
@@ -70,7 +72,8 @@ class StackTensors:
 class Stack:
     """``step(batch, lr_share)`` trains all models by one step and returns their losses.
 
-    models      parameterized models of one class and equal shapes; the stack works on copies of their tensors (``write_back``)
+    models      parameterized models of one class and equal shapes. The stack trains copies of their tensors, which
+                ``write_back`` copies back
     loss_fn     (model, batch) -> scalar, as for one model
     optimizer   one of ``SUPPORTED``, the same for all models
     compile     use torch.compile, and on a GPU a CUDA graph
@@ -91,7 +94,7 @@ class Stack:
     ) -> None:
         first = hyperparameters[0]
         self.kind, self.betas, self.momentum = optimizer.lower(), first.betas, first.momentum
-        # Facts about the optimizer of each parameter.
+        # parameter name -> facts about the optimizer that trains it
         self.facts = {row.name: facts_for_role(row.role, self.kind, first.rest_lr) for row in plans[0]}
         self.hidden = {row.name for row in plans[0] if row.role == "hidden"}
         # A compiled or captured step is bound to these tensors, so ``refill`` copies other models into them.
@@ -100,10 +103,10 @@ class Stack:
         self.weights = {name: StackedWeight(name, param, t.masks.get(name), t.state[name]) for name, param in t.params.items()}
         self.models, self.num_steps = list(models), 0
         self.device = t.alive.device
-        self.upload = Upload(self.device)
+        self.upload = Uploader(self.device)
         self._loss = BatchedLoss(models[0], loss_fn, len(models), dtype, own_batches=own_batches)
         step = compile_static(self._step) if compile else self._step
-        self._call: Callable[..., Tensor] = Graphed(step) if compile and self.device.type == "cuda" else step
+        self._call: Callable[..., Tensor] = GraphedCall(step) if compile and self.device.type == "cuda" else step
 
     def __len__(self) -> int:
         return len(self.models)
@@ -111,12 +114,12 @@ class Stack:
     def refill(self, models: Sequence[nn.Module], plans: Sequence[Plan], hyperparameters: Sequence[Hyperparameters]) -> None:
         """Starts again with other models of the same number and shapes. Nothing is compiled again."""
         fresh = self._gathered(models, plans, hyperparameters)
-        _pytree.tree_map(lambda mine, other: mine if mine is other else mine.copy_(other), vars(self.tensors), vars(fresh))
+        _pytree.tree_map(lambda held, new: held if held is new else held.copy_(new), vars(self.tensors), vars(fresh))
         self.models, self.num_steps = list(models), 0
 
     def step(self, batch: Sequence[Tensor], lr_share: float | Sequence[float] = 1.0) -> Tensor:
-        """Trains by one step and returns the losses of all models before the update. A model whose loss becomes NaN stays as it
-        is from then on."""
+        """Trains by one step and returns the losses of all models before the update. Once the loss of a model is not finite,
+        the model is not trained any more."""
         self.num_steps += 1
         share = self.upload(torch.as_tensor(lr_share, dtype=torch.float32).expand(len(self)))
         return self._call(share, *batch).clone()
@@ -124,7 +127,7 @@ class Stack:
     @torch.no_grad()
     def evaluate(self, batch: Sequence[Tensor]) -> Tensor:
         """The losses of all models, without training them."""
-        # Evaluation is rare, so it is not compiled. A captured step holds most of the memory, so only few models run at a time.
+        # Evaluation is rare, so it is not compiled.
         return self._loss.values(self.tensors.params, self.tensors.buffers, tuple(batch), _CHUNK)
 
     @torch.no_grad()
@@ -169,19 +172,21 @@ class Stack:
         state = {"alive": t.alive, "number": t.number}
         for kind in ("params", "masks", "rates", "corrections", "measured"):
             state |= {f"{kind}.{name}": tensor for name, tensor in getattr(t, kind).items()}
-        return state | {f"state.{name}.{k}": tensor for name, own in t.state.items() for k, tensor in enumerate(own)}
+        of_optimizer = {f"state.{name}.{k}": tensor for name, parts in t.state.items() for k, tensor in enumerate(parts)}
+        return state | of_optimizer
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor], *, num_steps: int) -> None:
         """Continues after ``num_steps`` steps of a stack of the same models. Values are copied into the tensors that a compiled
         or captured step is bound to, so nothing is compiled again."""
-        mine = self.state_dict()
-        for name in {**mine, **state}:
-            here, there = (tuple(own[name].shape) if name in own else None for own in (mine, state))
+        held = self.state_dict()
+        for name in {**held, **state}:
+            expected, given = (tuple(tensors[name].shape) if name in tensors else "missing" for tensors in (held, state))
             refuse(
-                here != there, f"{name!r} is {there} in the state, but {here} in the stack: load the state of the same models"
+                expected != given,
+                f"{name!r} is {given} in the state, but {expected} in the stack: load the state of the same models",
             )
-        for name, tensor in mine.items():
+        for name, tensor in held.items():
             tensor.copy_(state[name])
         self.num_steps = num_steps
 
@@ -215,10 +220,10 @@ class Stack:
         return losses
 
     def _in_one_pass(self, name: str) -> bool:
-        """Whether torch has a kernel that updates this weight in one pass over it, where nothing is compiled."""
+        """Whether torch's fused kernel updates this weight, which it does for Adam on a CPU, in code that is not compiled."""
         return self.device.type == "cpu" and self.facts[name].name in ("Adam", "AdamW") and not torch.compiler.is_compiling()
 
-    # Learning rates that change, as ``LayerRates`` does for one model
+    # Changes of learning rates. For one model, ``LayerRates`` does this.
 
     def correct(self, name: str, model: int, factor: float) -> None:
         self.tensors.corrections[name][model] = factor
@@ -329,8 +334,8 @@ def _refuse(
         not models or not len(models) == len(plans) == len(hyperparameters),
         f"{len(models)} models, {len(plans)} plans, {len(hyperparameters)} hyperparameters: pass one of each for every model",
     )
-    for what in filter(None, map(_unstackable, models)):
-        raise ValueError(f"{what}: train these models one by one")
+    for reason in filter(None, map(_why_not_stackable, models)):
+        raise ValueError(f"{reason}: train these models one by one")
     shapes = [{name: tuple(p.shape) for name, p in model.named_parameters()} for model in models]
     for index, other in enumerate(shapes):
         if other != shapes[0]:
@@ -345,8 +350,9 @@ def _refuse(
     )
 
 
-def _unstackable(model: nn.Module) -> str | None:
-    """The property of a model that prevents stacking, if it has one. A stacked step is a function of weights and batch only."""
+def _why_not_stackable(model: nn.Module) -> str | None:
+    """The property of a model that prevents stacking; None if there is none. A stacked step is a function of weights and batch
+    only."""
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
             return f"{name!r} is frozen, but a stack trains every weight"

@@ -10,7 +10,7 @@ import torch
 
 @contextlib.contextmanager
 def cpu_threads(num: int) -> Iterator[None]:
-    """Makes torch use this many threads within the block; 0 changes nothing."""
+    """A context in which torch uses this many threads; 0 changes nothing."""
     before = torch.get_num_threads()
     if num:
         torch.set_num_threads(num)

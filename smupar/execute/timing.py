@@ -1,7 +1,7 @@
 """Measures the time of calls, for benchmarks, and to choose the fastest of several backends.
 
-All times are seconds per call. ``in_turns`` compares several calls, and ``best_of`` measures one. ``training_step`` makes a
-function to measure, which runs a training step of a layer or a model.
+All times are seconds per call. ``in_turns`` compares several calls, ``best_of`` measures one, and ``training_step`` makes a
+call that runs a training step of a layer or a model.
 """
 
 from __future__ import annotations

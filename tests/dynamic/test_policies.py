@@ -63,9 +63,9 @@ def test_rigl_drops_the_smallest_and_grows_where_the_gradient_is_largest_among_a
     gradient = flat(0.2, 9.0, 0.7, 0.1, 0.3, 0.6, 9.0, 0.4)
     rule = DropAndGrow(MoveSchedule(1, 10), "gradient", drop_fraction=0.5, decay="constant")
     # 3 and 5 are dropped; of 0, 2, 3, 4, 5, 7 the largest gradients are at 2 and, just dropped, at 5.
-    assert torch.equal(rule.moved(weight, bits("01010110"), gradient, 1), bits("01100110"))
+    assert torch.equal(rule.next_mask(weight, bits("01010110"), gradient, 1), bits("01100110"))
     gradient[0, 5] = 0.0
-    assert torch.equal(rule.moved(weight, bits("01010110"), gradient, 1), bits("01100011"))
+    assert torch.equal(rule.next_mask(weight, bits("01010110"), gradient, 1), bits("01100011"))
 
 
 @settings(max_examples=40, deadline=None)
@@ -74,7 +74,7 @@ def test_dropping_and_growing_keeps_the_number_of_ones_and_the_largest(seed, siz
     rng = torch.Generator().manual_seed(seed)
     weight, gradient = torch.randn(3, size, generator=rng), torch.rand(3, size, generator=rng)
     mask = torch.rand(3, size, generator=rng) < 0.5
-    new = DropAndGrow(MoveSchedule(1, 20), "gradient", fraction).moved(weight * mask, mask, gradient, step)
+    new = DropAndGrow(MoveSchedule(1, 20), "gradient", fraction).next_mask(weight * mask, mask, gradient, step)
     assert torch.equal(new.sum(1), mask.sum(1))
     share = fraction * (1 + math.cos(math.pi * step / 20)) / 2
     for row, row_mask, row_new in zip(weight, mask, new, strict=True):
@@ -132,14 +132,14 @@ def test_number_of_moved_weights_decays(decay, expected):
     mask = torch.arange(300)[None] < 100
     rule = DropAndGrow(MoveSchedule(every=1, stop=100), "gradient", drop_fraction=0.3, decay=decay)
     for step, num in expected.items():
-        new = rule.moved(torch.rand(1, 300) * mask, mask, (~mask).float(), step)
+        new = rule.next_mask(torch.rand(1, 300) * mask, mask, (~mask).float(), step)
         assert int((new & ~mask).sum()) == int((mask & ~new).sum()) == num
 
 
 def test_progress_of_the_drop_fraction_counts_from_start():
     mask = torch.arange(300)[None] < 100
     rule = DropAndGrow(MoveSchedule(every=10, start=100, stop=200), "gradient", drop_fraction=0.3, decay="linear")
-    moved = [int((rule.moved(mask.float(), mask, (~mask).float(), step) & ~mask).sum()) for step in (100, 150, 200)]
+    moved = [int((rule.next_mask(mask.float(), mask, (~mask).float(), step) & ~mask).sum()) for step in (100, 150, 200)]
     assert moved == [30, 15, 0]
 
 

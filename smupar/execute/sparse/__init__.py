@@ -10,4 +10,5 @@ tiles      backend "csr" on a GPU, for non-zeros anywhere, with ``tiles.cu``
 semi       backend "2:4", with cuSPARSELt and ``semi.cu``
 cslt       calls cuSPARSELt
 block      backend "block", with the Triton kernels in ``block_kernels``
+packed     layers that generate text on a CPU
 """

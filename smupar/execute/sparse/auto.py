@@ -1,4 +1,4 @@
-"""Finds the fastest backend for a layer. It times training steps of a similar layer with each backend, in turn."""
+"""Finds the fastest backend for a layer, by timing training steps of a similar layer with each backend, in turn."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ _GPU_MARGIN = 0.03  # a GPU's clock rate varies, so a layer that is faster by le
 
 @dataclass(frozen=True)
 class Timing:
+    """The times of all backends for one kind of layer."""
+
     seconds: dict[str, float]  # time of a training step for each backend, including "dense"
     failures: dict[str, str]  # error messages of the backends that failed
 
@@ -30,7 +32,7 @@ class Timing:
         return best if self.seconds[best] <= (1 - margin) * self.seconds[DENSE] else DENSE
 
 
-Measured = dict[tuple[object, ...], Timing]
+Timings = dict[tuple[object, ...], Timing]  # kind of layer -> its timing
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,9 @@ class Work:
     captured: bool = False  # whether the step will be captured in a CUDA graph, so that the host's work does not count
 
 
-def timing_of(layer: nn.Module, mask: Tensor, backends: list[str], work: Work, known: Measured) -> Timing:
-    """The time of a training step of the layer with each backend. ``known`` caches the timings of similar layers. All ranks use
-    the first rank's timings, since they must choose the same backend."""
+def timing_of(layer: nn.Module, mask: Tensor, backends: list[str], work: Work, known: Timings) -> Timing:
+    """The time of a training step of the layer with each backend. Similar layers are measured once, and then found in
+    ``known``. All ranks use the first rank's timings, since they must choose the same backend."""
     weight: Any = layer.weight
     density = float(f"{float(mask.sum()) / mask.numel():.2g}")
     key = (type(layer), tuple(weight.shape), density, weight.dtype, weight.device, work, *backends)
@@ -77,17 +79,17 @@ def _measured(layer: nn.Module, mask: Tensor, backends: list[str], work: Work) -
 
 def _like(layer: nn.Module, mask: Tensor) -> nn.Module:
     """A layer of the same class and size with other weights and without hooks."""
-    twin = type(layer).__new__(type(layer))
-    twin.__dict__.update(vars(layer))
-    nn.Module.__init__(twin)  # the twin must not share the layer's hooks, parameters and buffers
+    similar = type(layer).__new__(type(layer))
+    similar.__dict__.update(vars(layer))
+    nn.Module.__init__(similar)  # it must not share the layer's hooks, parameters and buffers
     weight: Any = layer.weight
     bias: Any = getattr(layer, "bias", None)
     with torch.random.fork_rng(devices=[]):  # leaves the user's random state unchanged
         values = torch.randn(weight.shape).to(weight)
-    twin.register_parameter("weight", nn.Parameter(values))
-    twin.register_parameter("bias", None if bias is None else nn.Parameter(torch.zeros_like(bias)))
-    twin.register_buffer("weight_mask", mask)
-    return twin
+    similar.register_parameter("weight", nn.Parameter(values))
+    similar.register_parameter("bias", None if bias is None else nn.Parameter(torch.zeros_like(bias)))
+    similar.register_buffer("weight_mask", mask)
+    return similar
 
 
 def _step_of(layer: nn.Module, sizes: tuple[int, int], work: Work) -> Call:

@@ -1,5 +1,5 @@
 """The backends of sparse layers, by name. They share one layer class, ``SparseLinear``, and differ in the kernel that
-multiplies. A new backend needs an ``OnGpu``, a line in ``_ON_GPU``, and its name among the choices of
+multiplies. A new backend needs a ``GpuKernel``, a line in ``_GPU_KERNELS``, and its name among the choices of
 ``Execution.storage`` in ``lm/config/run``."""
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from smupar.model.gradients import PassGradient
 from smupar.model.sharding import is_sharded
 from smupar.plan.facts.layers import kind_of, reads_weights_of_its_layers
 
-_ON_GPU: dict[str, gpu.OnGpu] = {"csr": Tiles(), "2:4": SemiStructured(), "block": Blocks()}
-BACKENDS = tuple(_ON_GPU)
+_GPU_KERNELS: dict[str, gpu.GpuKernel] = {"csr": Tiles(), "2:4": SemiStructured(), "block": Blocks()}
+BACKENDS = tuple(_GPU_KERNELS)
 DENSE, AUTO = "dense", "auto"
 
 
@@ -39,14 +39,14 @@ def missing(backend: str, device: torch.device) -> str | None:
 
 @cache
 def _missing_on_gpu(backend: str, device: torch.device) -> str | None:
-    why = _ON_GPU[backend].missing(device)
+    why = _GPU_KERNELS[backend].missing(device)
     return why and f"backend {backend!r} on a GPU needs {why}: use 'dense', or 'csr' on a CPU"
 
 
 def kernel_of(backend: str, device: torch.device) -> Kernel:
     if why := missing(backend, device):
         raise ValueError(why)
-    return cpu.best_kernel() if device.type == "cpu" else _ON_GPU[backend]
+    return cpu.best_kernel() if device.type == "cpu" else _GPU_KERNELS[backend]
 
 
 # Which layers
@@ -65,7 +65,7 @@ def layer_refusal(layer: nn.Module, leaf: str, parent: nn.Module, num_users: int
     is_plain = leaf == "weight" and out_dim_of(layer) is not None
     reasons = (
         (not is_plain, f"a {type(layer).__name__} is not a plain linear layer (nn.Linear, transformers' Conv1D)"),
-        (extra, f"it has parameters beside weight and bias: {', '.join(sorted(extra))}"),
+        (extra, f"it has parameters besides weight and bias: {', '.join(sorted(extra))}"),
         (
             reads_weights_of_its_layers(parent),
             "nn.TransformerEncoderLayer uses the layer's weight without calling the layer in evaluation",
@@ -99,8 +99,8 @@ def refusal(backend: str, layer: nn.Module, mask: Tensor, dtype: torch.dtype) ->
 
 
 def compress(layer: nn.Module, mask: Tensor, backend: str = "csr", *, out_dim: int | None = None) -> SparseLinear:
-    """Turns a plain linear layer into a SparseLinear, in place. ``out_dim`` is for classes that are not in the table of
-    layers."""
+    """Turns a plain linear layer into a SparseLinear, in place. ``out_dim`` is needed for classes that are not in the table of
+    layers (``plan.facts.layers``)."""
     weight, original = layer.get_parameter("weight"), type(layer)
     out_dim = out_dim_of(layer) if out_dim is None else out_dim
     assert out_dim is not None

@@ -1,7 +1,8 @@
-"""Masks of entire square blocks (pattern "block-64") on a GPU. Triton multiplies the kept blocks as dense matrices.
+"""Masks that keep or drop entire square blocks (pattern "block-64"), on a GPU. Triton multiplies the kept blocks as dense
+matrices.
 
-Values stay in the parameter's order, row by row. The start of a block and the distance between its rows suffice to read the
-block or its transpose. So the forward pass, both gradients and any optimizer work on one tensor without repacking.
+Values stay in the parameter's order, row by row. To read a block or its transpose, a kernel needs only the block's start and
+the distance between its rows. So the forward pass, both gradients and any optimizer use the same tensor, without repacking.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smupar.execute.sparse.gpu import DTYPE, GpuIndex, OnGpu
+from smupar.execute.sparse.gpu import DTYPE, GpuIndex, GpuKernel
 from smupar.model.compressed import KernelIndex
 from smupar.model.csr import mask_of_index
 
@@ -22,12 +23,13 @@ _SIZES = (128, 64, 32, 16)
 # Launch settings by block size, the fastest on an H200. Size 16 was not measured.
 _LAUNCH = {size: {"num_warps": 4, "num_stages": 4} for size in _SIZES} | {128: {"num_warps": 8, "num_stages": 3}}
 _TOKENS, _TOKENS_BACK = 128, 64  # rows that a program reads at a time: in a product, and in the weights' gradient
-# CUDA's limit for a grid's second dimension, which counts tiles of rows. In this order concurrent programs read the same rows.
+# CUDA's limit for the second dimension of a grid, which counts tiles of rows. The first counts lines of the matrix, so programs
+# that run at the same time read the same rows.
 _MOST_PROGRAMS = 65535
 
 
 def block_size(mask: Tensor) -> int | None:
-    """The largest size for which the mask keeps or drops every block entirely; None if there is none."""
+    """The largest block size for which the mask keeps or drops every block entirely; None if there is none."""
     for size in _SIZES:
         if mask.shape[0] % size == 0 and mask.shape[1] % size == 0:
             counts = _counts(mask, size)
@@ -42,7 +44,7 @@ def _counts(mask: Tensor, size: int) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockCsr(KernelIndex):
-    """The kept blocks by lines, which are rows or columns of blocks."""
+    """The kept blocks, line by line. A line is a row of blocks, or a column of blocks."""
 
     starts: Tensor  # [lines + 1]: index of the first block of each line
     indices: Tensor  # [blocks]: position of each block in its line
@@ -76,7 +78,7 @@ def _starts(counts: Tensor) -> Tensor:
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
-class Blocks(OnGpu):
+class Blocks(GpuKernel):
     name = "block"
 
     def missing(self, device: torch.device) -> str | None:
@@ -137,5 +139,5 @@ class Blocks(OnGpu):
 
 
 def _kernels() -> Any:
-    """The Triton kernels. They are imported on first use, since only GPU builds of torch come with Triton."""
+    """The module with the Triton kernels. It is imported on first use, since only GPU builds of torch come with Triton."""
     return import_module("smupar.execute.sparse.block_kernels")

@@ -1,4 +1,4 @@
-"""Products with blocks, in Triton. A block of values starts at ``origin``, and its rows are ``stride`` apart. Both are given in
+"""Products with blocks, in Triton. A block of values starts at its origin, and its rows are one stride apart. Both are given in
 units of the block size, so that the compiler knows that addresses are aligned."""
 
 # ruff: noqa: N803  # matrices and constants are capitals
@@ -23,23 +23,23 @@ def gathered(
     SIZE: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Y[tokens, line] = the sum over blocks k in the line of X[tokens, indices[k]] @ block_k (block_k.T if TRANSPOSED)."""
+    """Y[tokens, line] = the sum over the line's blocks k of X[tokens, indices[k]] @ block_k, or @ block_k.T if TRANSPOSED."""
     line = tl.program_id(0)
     token = (tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)
     inside = (token < num_tokens)[:, None]
-    each = tl.arange(0, SIZE)
+    offsets = tl.arange(0, SIZE)
     total = tl.zeros((TOKENS, SIZE), dtype=tl.float32)
     for k in range(tl.load(starts + line), tl.load(starts + line + 1)):
         other = tl.load(indices + k)
         block = V + tl.load(origins + k).to(tl.int64) * SIZE
         stride = tl.load(strides + k).to(tl.int64) * SIZE
-        x = tl.load(X + token[:, None] * num_in + (other * SIZE + each)[None, :], mask=inside, other=0.0)
+        x = tl.load(X + token[:, None] * num_in + (other * SIZE + offsets)[None, :], mask=inside, other=0.0)
         if TRANSPOSED:
-            w = tl.load(block + each[None, :] * stride + each[:, None])
+            w = tl.load(block + offsets[None, :] * stride + offsets[:, None])
         else:
-            w = tl.load(block + each[:, None] * stride + each[None, :])
+            w = tl.load(block + offsets[:, None] * stride + offsets[None, :])
         total = tl.dot(x, w, total)
-    tl.store(Y + token[:, None] * num_out + (line * SIZE + each)[None, :], total.to(Y.dtype.element_ty), mask=inside)
+    tl.store(Y + token[:, None] * num_out + (line * SIZE + offsets)[None, :], total.to(Y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -60,14 +60,14 @@ def sampled(
     """Each program computes one block of A.T @ B and writes it to its place among the values D."""
     k = tl.program_id(0)
     row, column = tl.load(rows + k), tl.load(columns + k)
-    each = tl.arange(0, SIZE)
+    offsets = tl.arange(0, SIZE)
     total = tl.zeros((SIZE, SIZE), dtype=tl.float32)
     for first in range(0, num_tokens, TOKENS):
         token = (first + tl.arange(0, TOKENS)).to(tl.int64)
         inside = token < num_tokens
-        a = tl.load(A + token[None, :] * num_a + (row * SIZE + each)[:, None], mask=inside[None, :], other=0.0)
-        b = tl.load(B + token[:, None] * num_b + (column * SIZE + each)[None, :], mask=inside[:, None], other=0.0)
+        a = tl.load(A + token[None, :] * num_a + (row * SIZE + offsets)[:, None], mask=inside[None, :], other=0.0)
+        b = tl.load(B + token[:, None] * num_b + (column * SIZE + offsets)[None, :], mask=inside[:, None], other=0.0)
         total = tl.dot(a, b, total)
     block = D + tl.load(origins + k).to(tl.int64) * SIZE
     stride = tl.load(strides + k).to(tl.int64) * SIZE
-    tl.store(block + each[:, None] * stride + each[None, :], total.to(D.dtype.element_ty))
+    tl.store(block + offsets[:, None] * stride + offsets[None, :], total.to(D.dtype.element_ty))

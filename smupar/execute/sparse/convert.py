@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from smupar.execute.sparse import backends
-from smupar.execute.sparse.auto import Measured, Work, timing_of
+from smupar.execute.sparse.auto import Timings, Work, timing_of
 from smupar.execute.sparse.backends import AUTO, BACKENDS, DENSE
 from smupar.model.compressed import SparseLinear
 from smupar.model.csr import expand_state, is_compressed
@@ -31,7 +31,7 @@ _ACTIVATIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class StoredLayer:
-    """The storage of one masked parameter."""
+    """How one masked parameter is stored."""
 
     name: str
     shape: tuple[int, ...]
@@ -46,7 +46,7 @@ class StorageReport:
     """The choices of ``sparsify_storage``, layer by layer. ``str`` gives a table.
 
     num_bytes    bytes of these weights with their masks or indices
-    dense_bytes  bytes of the same weights if stored dense, without masks
+    dense_bytes  bytes of the same weights as dense matrices, without masks
     """
 
     layers: tuple[StoredLayer, ...]
@@ -77,18 +77,18 @@ def sparsify_storage(
 ) -> StorageReport:
     """Makes masked linear layers keep and multiply only their non-zeros, in place. Returns a report of its choices.
 
-    backend   "csr": non-zeros anywhere, on a CPU or an NVIDIA GPU; "2:4", "block": masks of pattern "2:4-transposable" and
-              "block-N", on an NVIDIA GPU; "dense": back to matrices with masks; "auto": for each layer the fastest backend
-              that can hold it, or dense, measured once for each kind of layer in this model
+    backend   "csr" is for any mask, on a CPU or an NVIDIA GPU. "2:4" and "block" are for masks of the patterns
+              "2:4-transposable" and "block-N", on an NVIDIA GPU. "dense" goes back to matrices with masks. "auto" measures each
+              kind of layer once, and takes the fastest backend that can hold it, or dense
     tokens    number of rows of the activations, for the measurements of "auto"
     passes    number of micro-batches per step of the optimizer, for the measurements of "auto"
-    dtype     dtype of the activations under the autocast that you will train with; None: autocast's dtype if autocast is on
-              now, else the weights' dtype. Sparse layers on GPUs multiply bfloat16 only
+    dtype     dtype of the activations under the autocast that you will train with; by default autocast's dtype if autocast is
+              on now, else the weights' dtype. Sparse layers on GPUs multiply bfloat16 only
     captured  whether you will capture the step in a CUDA graph, for the measurements of "auto"
 
-    Each of these weights becomes a parameter of non-zero values under its old name. So call this after ``parameterize`` and
-    before ``param_groups``, a sparsifier, DDP and torch.compile. On bad input, or if a kernel fails, the model stays unchanged.
-    For this, all weights are held in both forms until the last one is converted, which takes memory.
+    The weight of each converted layer becomes a parameter of non-zero values, under its old name. So call this after
+    ``parameterize`` and before ``param_groups``, a sparsifier, DDP and torch.compile. On bad input, or if a kernel fails, the
+    model stays unchanged. For this, all weights are held in both forms until the last one is converted, which takes memory.
     """
     _refuse(model, plan)
     refuse(
@@ -103,7 +103,7 @@ def sparsify_storage(
     _refuse_dtype(dtype, masked)
     if dtype is None and torch.is_autocast_enabled(device.type):
         dtype = torch.get_autocast_dtype(device.type)
-    return _carry_out(model, plan, _decide(model, masked, backend, Work(tokens, passes, dtype, captured)))
+    return _convert(model, plan, _decide(model, masked, backend, Work(tokens, passes, dtype, captured)))
 
 
 def _masked(model: nn.Module, plan: Plan) -> list[ModelWeight]:
@@ -124,16 +124,17 @@ def _decide(model: nn.Module, masked: list[ModelWeight], backend: str, work: Wor
             f"backend {backend!r} cannot hold {len(refused)} of {len(masked)} masked weights, such as {name!r}: {why}; "
             "parameterize it with density 1, or use backend='auto', which leaves it unchanged"
         )
-    known = Measured()
+    known = Timings()
     return [_choice(weight, backend, refusals[weight.name], work, known) for weight in masked]
 
 
-def _carry_out(model: nn.Module, plan: Plan, layers: list[StoredLayer]) -> StorageReport:
+def _convert(model: nn.Module, plan: Plan, layers: list[StoredLayer]) -> StorageReport:
+    """Stores all layers as decided, or changes nothing if one of them fails."""
     old = {layer.name: model.get_parameter(layer.name) for layer in layers}
     tried = set[tuple[object, ...]]()
     with _all_or_nothing([model.get_submodule(parent_path(name)) for name in old]):
         for layer in layers:
-            _keep(model, layer, tried)
+            _store(model, layer, tried)
         attach(model, plan)
         num_bytes = sum(weight_of(model, name).num_bytes for name in old)
         dense_bytes = sum(math.prod(layer.shape) * old[layer.name].element_size() for layer in layers)
@@ -143,8 +144,8 @@ def _carry_out(model: nn.Module, plan: Plan, layers: list[StoredLayer]) -> Stora
 
 
 def dense_state_dict(model: nn.Module) -> dict[str, Any]:
-    """The state dict of the model as if all its weights were dense: matrices and masks. Both dense models and models that keep
-    only non-zeros can load it. (Both can also load the state dict of a model that keeps only non-zeros.)"""
+    """The state dict that the model would have if all its weights were dense, with matrices and masks. Dense models and models
+    that keep only non-zeros can both load it. (Both can also load the state dict of a model that keeps only non-zeros.)"""
     model = unwrapped(model)
     state = dict(model.state_dict())
     for key in [key for key in state if is_compressed(state, key)]:
@@ -176,7 +177,8 @@ def _refuse_dtype(dtype: torch.dtype | None, masked: list[ModelWeight]) -> None:
 
 
 def _refusal(model: nn.Module, weight: ModelWeight, backend: str, users: Counter[int], dtype: torch.dtype | None) -> str | None:
-    """Why the backend cannot hold the layer; for "auto", why the layer has to stay dense."""
+    """The reason why the backend cannot hold a weight, or for "auto", why the weight has to stay dense; None if there is
+    none."""
     if backend == DENSE:
         return None
     parent = model.get_submodule(parent_path(parent_path(weight.name)))
@@ -188,7 +190,7 @@ def _refusal(model: nn.Module, weight: ModelWeight, backend: str, users: Counter
     return why
 
 
-def _choice(weight: ModelWeight, backend: str, refusal: str | None, work: Work, known: Measured) -> StoredLayer:
+def _choice(weight: ModelWeight, backend: str, refusal: str | None, work: Work, known: Timings) -> StoredLayer:
     mask, chosen, seconds, note = weight.full_mask(), DENSE if backend == AUTO else backend, dict[str, float](), refusal or ""
     if backend == AUTO and refusal is None:
         chosen, seconds, note = _fastest(_with_matrix(weight.module), mask, work, known)
@@ -200,13 +202,14 @@ def _with_matrix(layer: nn.Module) -> nn.Module:
     """The layer itself if it is dense, or a dense copy if it keeps only its non-zeros."""
     if not isinstance(layer, SparseLinear):
         return layer
-    twin = copy.copy(layer)
-    twin.__dict__.update(_insides(layer))  # copy.copy shares these dictionaries
-    backends.expand(twin)
-    return twin
+    dense = copy.copy(layer)
+    dense.__dict__.update(_tensor_dicts(layer))  # copy.copy shares these dictionaries
+    backends.expand(dense)
+    return dense
 
 
-def _keep(model: nn.Module, chosen: StoredLayer, tried: set[tuple[object, ...]]) -> None:
+def _store(model: nn.Module, chosen: StoredLayer, tried: set[tuple[object, ...]]) -> None:
+    """Stores a layer as it was decided. ``tried`` remembers which kernels have run."""
     layer, mask = model.get_submodule(parent_path(chosen.name)), weight_of(model, chosen.name).full_mask()
     if isinstance(layer, SparseLinear):
         backends.expand(layer)
@@ -216,11 +219,11 @@ def _keep(model: nn.Module, chosen: StoredLayer, tried: set[tuple[object, ...]])
     sparse.index()
     key = chosen.backend, chosen.shape, sparse.out_dim, sparse.weight.dtype, sparse.weight.device
     if sparse.weight.is_cuda and key not in tried:
-        _try(sparse)
+        _try_kernel(sparse)
         tried.add(key)
 
 
-def _try(layer: SparseLinear) -> None:
+def _try_kernel(layer: SparseLinear) -> None:
     """Computes a product and its gradients once. GPU kernels are compiled on their first call, so their errors appear here."""
     sizes = layer.matrix_shape[1 - layer.out_dim], layer.matrix_shape[layer.out_dim]
     kernel, values, index = layer.kernel, layer.weight.detach(), layer.index()
@@ -232,8 +235,9 @@ def _try(layer: SparseLinear) -> None:
 
 @contextlib.contextmanager
 def _all_or_nothing(layers: list[nn.Module]) -> Iterator[None]:
-    """Restores the layers if the block fails. They get the same tensors again, so this takes no memory."""
-    before = [(layer, type(layer), {**layer.__dict__, **_insides(layer)}) for layer in layers]
+    """A context that restores the layers if it is left by an error. They get the same tensors again, so this takes no
+    memory."""
+    before = [(layer, type(layer), {**layer.__dict__, **_tensor_dicts(layer)}) for layer in layers]
     try:
         yield
     except BaseException:
@@ -244,18 +248,18 @@ def _all_or_nothing(layers: list[nn.Module]) -> Iterator[None]:
         raise
 
 
-def _insides(layer: nn.Module) -> dict[str, Any]:
+def _tensor_dicts(layer: nn.Module) -> dict[str, Any]:
     """Copies of the dictionaries that hold a module's tensors."""
     return {name: copy.copy(layer.__dict__[name]) for name in ("_parameters", "_buffers", "_non_persistent_buffers_set")}
 
 
-def _fastest(layer: nn.Module, mask: Tensor, work: Work, known: Measured) -> tuple[str, dict[str, float], str]:
-    """The name of the fastest backend, the measured times, and a note on backends that were not measured."""
+def _fastest(layer: nn.Module, mask: Tensor, work: Work, known: Timings) -> tuple[str, dict[str, float], str]:
+    """(name of the fastest backend, measured times, note on backends that could not be measured)."""
     weight: Any = layer.weight
     activations: torch.dtype = work.dtype or weight.dtype
-    here = [name for name in BACKENDS if not backends.missing(name, weight.device)]
-    unable = {name: why for name in here if (why := backends.refusal(name, layer, mask, activations))}
-    able = [name for name in here if name not in unable]
+    available = [name for name in BACKENDS if not backends.missing(name, weight.device)]
+    unable = {name: why for name in available if (why := backends.refusal(name, layer, mask, activations))}
+    able = [name for name in available if name not in unable]
     chosen, seconds = DENSE, dict[str, float]()
     if able:
         timing = timing_of(layer, mask, able, work, known)

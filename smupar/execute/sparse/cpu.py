@@ -1,5 +1,6 @@
-"""The kernels for CPUs, whose cost is proportional to the number of non-zeros. ``Compiled`` is our own. ``Torch`` calls torch's
-kernels (MKL); it is used, with a warning, if ours cannot be compiled.
+"""The kernels for CPUs, whose cost is proportional to the number of non-zeros.
+
+``Compiled`` is our own. If it cannot be compiled, ``Torch`` is used, with a warning, which calls torch's kernels (MKL).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from smupar.model.compressed import Kernel, KernelIndex
 
 @dataclass(frozen=True)
 class CsrView(KernelIndex):
-    """The non-zeros by lines, which are the rows of the matrix (CSR) or its columns (CSC)."""
+    """The non-zeros, line by line. Lines are the rows of the matrix (CSR) or its columns (CSC)."""
 
     starts: Tensor  # [lines + 1] int64: index of the first non-zero of each line
     indices: Tensor  # [non-zeros] int32: position of each non-zero in its line
@@ -45,7 +46,8 @@ def to_csc(row_starts: Tensor, columns: Tensor, num_columns: int) -> CsrView:
 
 @dataclass(frozen=True)
 class CpuIndex(KernelIndex):
-    """The non-zeros by outputs, for the forward pass, and by inputs, for the backward pass."""
+    """Two views of the non-zeros: a line for each output, for the forward pass, and one for each input, for the backward
+    pass."""
 
     by_output: CsrView
     by_input: CsrView
@@ -59,7 +61,7 @@ class CpuIndex(KernelIndex):
         return self.by_input.tensors()
 
 
-class OnCpu(Kernel):
+class CpuKernel(Kernel):
     def refusal(self, mask: Tensor) -> str | None:
         return None if max(mask.shape) < 2**31 else f"its shape {tuple(mask.shape)} does not fit 32-bit column indices"
 
@@ -67,7 +69,7 @@ class OnCpu(Kernel):
         return CpuIndex.of(row_starts, columns, shape, out_dim)
 
 
-class Compiled(OnCpu):
+class Compiled(CpuKernel):
     name = "compiled"
 
     def forward(self, x: Tensor, index: CpuIndex, values: Tensor, bias: Tensor | None) -> Tensor:
@@ -114,7 +116,7 @@ def _function(name: str, x: Tensor) -> Any:
     return getattr(library(), f"smupar_{name}_{'f64' if x.dtype == torch.float64 else 'f32'}")
 
 
-class Torch(OnCpu):
+class Torch(CpuKernel):
     name = "torch"
 
     def forward(self, x: Tensor, index: CpuIndex, values: Tensor, bias: Tensor | None) -> Tensor:

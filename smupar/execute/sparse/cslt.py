@@ -1,5 +1,5 @@
-"""cuSPARSELt's product with a 2:4 matrix, planned once for each size. torch's own call plans each time, and at width 4096
-planning takes the host about as long as the product takes the GPU.
+"""cuSPARSELt's product with a 2:4 matrix, planned once for each size. torch's own function plans on each call, and at width
+4096 planning takes the host about as long as the product takes the GPU.
 
 The library is called through ctypes, since torch comes with the library but not with its header.
 """
@@ -28,7 +28,7 @@ _CUSPARSELT_MATMUL_ALG_DEFAULT = 0
 
 
 def missing() -> str | None:
-    """The part of cuSPARSELt that is missing here; None if nothing is."""
+    """What is missing here to call cuSPARSELt; None if nothing is."""
     version = torch.backends.cusparselt.version() if torch.backends.cusparselt.is_available() else None
     if version is None or not hasattr(torch, "_cslt_compress"):
         return f"cuSPARSELt, which torch {torch.__version__} was built without"
@@ -134,7 +134,7 @@ def _layout(num_rows: int, num_columns: int, leading: int, order: Any) -> tuple[
 
 
 def _destroy(matrix: Struct, rows: Struct, result: Struct, product: Struct, choice: Struct, plan: Struct) -> None:
-    """Frees the library's memory for a plan. The descriptor of a product owns none, so there is no call for it. The choice of
+    """Frees the library's memory for a plan. The descriptor of a product owns no memory, so no function frees it. The choice of
     an algorithm owns memory since version 0.8."""
     library = _library()
     library.cusparseLtMatmulPlanDestroy(plan)

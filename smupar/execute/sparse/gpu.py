@@ -42,25 +42,26 @@ def missing(device: torch.device) -> str | None:
 
 
 @cache
-def compiled(file: str, name: str, device: torch.device, *, shared: int = 0, **defines: int) -> Launch:
-    """A function from a CUDA source file in this folder. ``shared`` is the number of bytes of shared memory for its launch."""
+def compiled(file: str, name: str, device: torch.device, *, shared: int = 0, **defines: int) -> Launcher:
+    """Compiles a function of a CUDA source file in this folder. ``shared`` is the number of bytes of shared memory that it
+    needs, and ``defines`` are macros."""
     source = "".join(f"#define {key} {value}\n" for key, value in defines.items())
     source += "".join(Path(__file__).with_name(part).read_text(encoding="utf-8") for part in ("bf16.cuh", file))
     with torch.cuda.device(device):
         kernel = torch.cuda._compile_kernel(source, name)
         kernel.set_shared_memory_config(shared)
-    return Launch(kernel, shared, device)
+    return Launcher(kernel, shared, device)
 
 
 def current_stream(device: torch.device) -> ctypes.c_void_p:
-    """The address of the current stream. torch.cuda.current_stream would create an object, which takes longer than launching a
-    kernel."""
+    """The address of the current stream. ``torch.cuda.current_stream`` would create an object, which takes longer than
+    launching a kernel."""
     return ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(device.index))
 
 
-class Launch:
-    """Launches a kernel that torch compiled. torch's own call looks up the driver's library each time, which takes longer than
-    the kernel."""
+class Launcher:
+    """Launches a kernel that torch compiled. torch's own function looks up the driver's library on each call, which takes
+    longer than the kernel."""
 
     def __init__(self, kernel: Any, shared: int, device: torch.device) -> None:
         self.kernel, self.shared, self.device = kernel, shared, device
@@ -73,9 +74,9 @@ class Launch:
         launch = self.kernel.func, *grid, *block, self.shared, current_stream(self.device), pointers, None
         code = self.driver.cuLaunchKernel(*launch)
         if code:
-            said = ctypes.c_char_p()
-            self.driver.cuGetErrorString(code, ctypes.byref(said))
-            raise RuntimeError(f"CUDA error {code}: {(said.value or b'unknown').decode()}")
+            text = ctypes.c_char_p()
+            self.driver.cuGetErrorString(code, ctypes.byref(text))
+            raise RuntimeError(f"CUDA error {code}: {(text.value or b'unknown').decode()}")
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,12 @@ class GpuIndex(KernelIndex):
     out_dim: int
 
 
-class OnGpu(Kernel):
+class GpuKernel(Kernel):
     """The base class of the kernels for GPUs. Each kernel implements two products:
 
-    product(rows, index, values, back=...)  rows of the output from rows of the input; ``back``: rows of the input's gradient
-                                            from rows of the output's gradient
-    values_grad(grad, x, index, values)     the gradient of the values, in their order and dtype
+    product(rows, index, values, back=...)  from rows of the input to rows of the output; with ``back`` from rows of the
+                                            output's gradient to rows of the input's gradient
+    values_grad(grad, x, index, values)     the gradient of the values, in the values' order and dtype
     """
 
     dtype = DTYPE
@@ -125,8 +126,8 @@ _threads = threading.local()
 
 
 def _entered(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """A context for launching kernels through the driver. In a new thread, such as one of autograd's, the driver has no current
-    device until torch has run something there."""
+    """A context in which kernels can be launched through the driver. In a new thread, such as one of autograd's, the driver has
+    no current device until torch has run something there."""
     context = contextlib.nullcontext() if device.index == torch.cuda.current_device() else torch.cuda.device(device)
     seen = _threads.__dict__.setdefault("devices", set())
     if device not in seen:
@@ -136,7 +137,7 @@ def _entered(device: torch.device) -> contextlib.AbstractContextManager[object]:
 
 
 def dense_grad(grad: Tensor, x: Tensor, out_dim: int) -> Tensor:
-    """The gradient of the full matrix. Picking entries from a dense product is faster than computing only these entries: 167 us
+    """The gradient of the full matrix. Computing it and picking entries is faster than computing only these entries: 167 us
     against 247 us at width 2048, 16384 tokens and density 1/128 on an H200."""
     return grad.T @ x if out_dim == 0 else x.T @ grad
 

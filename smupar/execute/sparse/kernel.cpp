@@ -1,9 +1,10 @@
 // Products of a sparse matrix W, (out, in), with activations, (tokens, features).
 //
-// A tile of tokens is turned into (features, tile), a scratch that stays in the core's second-level cache. For each non-zero
-// one short row of it is loaded and multiplied into registers; the load is what costs. So the backward pass uses each loaded
-// row of the output's gradient twice: for the input's gradient and for the weight's. Nothing but the activations crosses
-// memory, once in and once out. Threads share tokens, not rows, and sums are made in a fixed order: the same bits each time.
+// A tile of tokens is transposed into a scratch of shape (features, tokens), which stays in the core's second-level cache. For
+// each non-zero, one short row of the scratch is loaded, and its product is added in registers. The loads take most of the
+// time, so the backward pass uses each loaded row of the output's gradient twice: for the gradient of the input and for that of
+// the weight. Activations are read from memory once and written once. Tokens are divided among threads, and sums are made in a
+// fixed order, so the result has the same bits each time.
 
 #include <algorithm>
 #include <cstdint>
@@ -20,7 +21,7 @@
 
 namespace {
 
-// What the processor has: a wider vector than that would go through memory.
+// The widest vectors that the processor has. The compiler would keep wider ones in memory.
 #if defined(__AVX512F__)
 constexpr int kVectorBytes = 64;
 #elif defined(__AVX__)
@@ -94,7 +95,7 @@ inline Vec<T> sums(Vec<T>* rows) {
   }
 }
 
-// Activations (tokens, features) -> rows first .. first + count of (features, tile), zero beyond the tokens there are.
+// Transposes ``count`` features of the activations, from ``first`` on, into the tile. Places without a token are zero.
 template <typename T, int num_vectors>
 void turn_in(const T* x, int64_t features, int64_t tokens, int64_t first, int64_t count, Vec<T>* tile) {
   constexpr int n = Simd<T>::lanes;
@@ -121,7 +122,7 @@ void turn_in(const T* x, int64_t features, int64_t tokens, int64_t first, int64_
   }
 }
 
-// The other way, for the ``wide`` features from ``first`` on, at most a vector of them.
+// Transposes back ``wide`` features, from ``first`` on. ``wide`` is at most the length of a vector.
 template <typename T, int num_vectors>
 void turn_out(const Vec<T>* block, int64_t wide, T* y, int64_t features, int64_t tokens, int64_t first) {
   constexpr int n = Simd<T>::lanes;
@@ -154,8 +155,8 @@ struct Scratch {
   T* data;
 };
 
-// The non-zeros in the order of one dimension of W: where each line starts, and for each non-zero its place in the other
-// dimension and its value. Packed lines have smaller places and values.
+// The non-zeros, line by line. Lines are the rows or the columns of W. ``starts`` says where each line starts; ``others`` has
+// the position of each non-zero in its line. Packed layers have smaller types for positions and values.
 template <typename Value, typename Place = int32_t>
 struct Lines {
   const int64_t* starts;
@@ -167,11 +168,11 @@ struct Sizes {
   int64_t tokens, in, out;
 };
 
-// y = x W' + bias for one tile of tokens; the non-zeros by outputs.
+// y = x W' + bias for one tile of tokens. ``lines`` has a line for each output.
 template <typename T, int num_vectors, typename Lines>
 void forward_tile(const T* x, const T* bias, Sizes sizes, Lines lines, T* y, Vec<T>* tile) {
   constexpr int n = Simd<T>::lanes;
-  constexpr int chains = std::max(1, 4 / num_vectors);  // sums side by side: an addition waits four cycles for the one before
+  constexpr int chains = std::max(1, 4 / num_vectors);  // independent sums, since an addition takes four cycles
   turn_in<T, num_vectors>(x, sizes.in, sizes.tokens, 0, sizes.in, tile);
   Vec<T> block[n * num_vectors] = {};
   for (int64_t first = 0; first < sizes.out; first += n) {
@@ -198,14 +199,15 @@ void forward_tile(const T* x, const T* bias, Sizes sizes, Lines lines, T* y, Vec
   }
 }
 
-// Both gradients for one tile of tokens; the non-zeros by inputs. Those of the values are added to ``grad_values``.
+// Both gradients for one tile of tokens. ``lines`` has a line for each input. Gradients of the values are added to
+// ``grad_values``.
 template <typename T, int num_vectors, bool for_input, bool for_values>
 void backward_tile(const T* grad_y, const T* x, Sizes sizes, Lines<T> lines, T* grad_x, T* grad_values, Vec<T>* tile) {
   constexpr int n = Simd<T>::lanes;
   turn_in<T, num_vectors>(grad_y, sizes.out, sizes.tokens, 0, sizes.out, tile);
   Vec<T> block[n * num_vectors] = {};
   Vec<T> inputs[n * num_vectors] = {};
-  Vec<T> products[n];  // of non-zeros whose lanes are not summed yet
+  Vec<T> products[n];  // products of non-zeros whose lanes are not summed yet
   int64_t waiting = 0, written = 0;
   for (int64_t first = 0; first < sizes.in; first += n) {
     const int64_t wide = std::min<int64_t>(n, sizes.in - first);
@@ -261,7 +263,7 @@ template <typename T, int num_vectors, bool for_input, bool for_values>
 void backward_tiles(const T* grad_y, const T* x, Sizes sizes, Lines<T> lines, T* grad_x, T* grad_values, int num_threads) {
   constexpr int64_t size = int64_t(num_vectors) * Simd<T>::lanes;
   const int64_t num_tiles = (sizes.tokens + size - 1) / size, num_values = lines.starts[sizes.in];
-  // Every thread sums up over its own tokens, and the sums are then added in a fixed order.
+  // Each part sums over its own tokens. Then the sums of all parts are added in a fixed order.
   const int num_parts = static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(num_threads, num_tiles)));
   const int64_t room = (num_values + Simd<T>::lanes - 1) / Simd<T>::lanes * Simd<T>::lanes;
   Scratch<T> partial(for_values ? room * num_parts : 1);
@@ -290,7 +292,7 @@ void backward_tiles(const T* grad_y, const T* x, Sizes sizes, Lines<T> lines, T*
   }
 }
 
-// What the scratch may take: a quarter of a core's second-level cache was fastest.
+// The largest size of the scratch. A quarter of a core's second-level cache was fastest.
 int64_t scratch_bytes() {
   long size = 0;
 #ifdef _SC_LEVEL2_CACHE_SIZE
@@ -299,7 +301,8 @@ int64_t scratch_bytes() {
   return (size > 0 ? size : 1 << 20) / 4;
 }
 
-// Calls ``with`` with the vectors of tokens in a tile: as many as leave the scratch in the cache and every thread a tile.
+// Calls ``with`` with the number of vectors of tokens in a tile: the largest for which the scratch stays in the cache and every
+// thread gets a tile.
 template <typename T, int num_vectors = 8, typename With>
 void with_tile(int64_t features, int64_t tokens, int num_threads, With with) {
   static const int64_t cache = scratch_bytes();
@@ -331,10 +334,11 @@ void backward(const T* grad_y, const T* x, Sizes sizes, Lines<T> lines, T* grad_
   });
 }
 
-// Packed, for decoding: 2 bytes for a place, 2 or 4 for a value. What costs is reading W, once for each token of a text.
+// Packed layers, for decoding: 2 bytes for a position, 2 or 4 for a value. Reading W, once for each token of a text, takes most
+// of the time.
 
-// A bfloat16 number: the upper half of a float.
-struct Half {
+// A bfloat16 number, which is the upper half of a float.
+struct BFloat16 {
   uint16_t bits;
   explicit operator float() const {
     const uint32_t wide = uint32_t(bits) << 16;
@@ -342,26 +346,26 @@ struct Half {
     std::memcpy(&value, &wide, sizeof value);
     return value;
   }
-  static Half rounded(float value) {
+  static BFloat16 rounded(float value) {
     uint32_t wide;
     std::memcpy(&wide, &value, sizeof wide);
     if (value != value) return {uint16_t(wide >> 16 | 0x40)};
-    return {uint16_t((wide + 0x7fff + ((wide >> 16) & 1)) >> 16)};  // to the nearest, ties to even, as torch does
+    return {uint16_t((wide + 0x7fff + ((wide >> 16) & 1)) >> 16)};  // rounds to the nearest, ties to even, as torch does
   }
 };
 
-constexpr int kFewTokens = 4;  // up to here each token goes through W by itself; a tile would be mostly empty
+constexpr int kFewTokens = 4;  // up to this number, tokens are multiplied one by one, since a tile would be mostly empty
 
 #if defined(__AVX512F__)
 inline __m512i load16(const uint16_t* from) {
   return _mm512_maskz_cvtepu16_epi32(0xffff, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
-inline __m512 load16(const Half* from) {
+inline __m512 load16(const BFloat16* from) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(load16(reinterpret_cast<const uint16_t*>(from)), 16));
 }
 inline __m512 load16(const float* from) { return _mm512_loadu_ps(from); }
 
-// The product of a row of W with the activations of one token. Reads up to 15 places and values beyond the last.
+// The product of a row of W with the activations of one token. Reads up to 15 positions and values after the last.
 template <typename Value>
 inline float dot(const Value* values, const uint16_t* places, int64_t count, const float* x) {
   __m512 sum = _mm512_setzero_ps();
@@ -397,17 +401,17 @@ void packed(const float* x, const float* bias, Sizes sizes, Lines<Value, uint16_
 }
 
 // Activations in bfloat16, sums in fp32.
-void packed(const Half* x, const float* bias, Sizes sizes, Lines<Half, uint16_t> lines, Half* y, int num_threads) {
+void packed(const BFloat16* x, const float* bias, Sizes sizes, Lines<BFloat16, uint16_t> lines, BFloat16* y, int num_threads) {
   const int64_t num_in = sizes.tokens * sizes.in, num_out = sizes.tokens * sizes.out;
   Scratch<float> wide(num_in + num_out);
   for (int64_t i = 0; i < num_in; ++i) wide.data[i] = static_cast<float>(x[i]);
-  packed<Half>(wide.data, bias, sizes, lines, wide.data + num_in, num_threads);
-  for (int64_t i = 0; i < num_out; ++i) y[i] = Half::rounded(wide.data[num_in + i]);
+  packed<BFloat16>(wide.data, bias, sizes, lines, wide.data + num_in, num_threads);
+  for (int64_t i = 0; i < num_out; ++i) y[i] = BFloat16::rounded(wide.data[num_in + i]);
 }
 
 }  // namespace
 
-// Plain C, so that no header of torch or Python is needed and a compile takes seconds.
+// The interface is plain C, so that no header of torch or Python is needed and compiling takes seconds.
 #define SMUPAR_KERNELS(T, suffix)                                                                                        \
   extern "C" void smupar_forward_##suffix(const T* x, int64_t tokens, int64_t in, int64_t out, const int64_t* starts,    \
                                           const int32_t* others, const T* values, const T* bias, T* y, int num_threads) { \
@@ -430,4 +434,4 @@ SMUPAR_KERNELS(double, f64)
   }
 
 SMUPAR_PACKED(float, f32)
-SMUPAR_PACKED(Half, bf16)
+SMUPAR_PACKED(BFloat16, bf16)

@@ -1,9 +1,9 @@
 """Compiles our kernel for CPUs, ``kernel.cpp``, on first use, and loads it.
 
-Its interface is plain C, so compiling takes seconds and needs no headers of torch, and the library works with any version of
-torch. It is kept in the user's cache, in a folder that no other user can write to. Its file name has the sha256 of its content,
-which is checked before loading; a damaged library is compiled again. If the cache cannot be used, the library is compiled into
-a temporary folder for this process only.
+The interface is plain C, so compiling takes seconds and needs no headers of torch, and the library works with any version of
+torch. It is kept in the user's cache, in a folder that no other user can write to. Its file name contains the sha256 of its
+content, which is checked before loading; a damaged library is compiled again. If the cache cannot be used, the library is
+compiled into a temporary folder for this process only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TRAINING = {"forward": _FORWARD, "backward": _BACKWARD}
 
 
 class NoKernel(Exception):  # noqa: N818  # not an error, since torch's products are used instead
-    """Our own kernel is not available; the text says why."""
+    """Our own kernel is not available. The text says why."""
 
 
 class SparseWarning(UserWarning):
@@ -62,8 +62,8 @@ def _library() -> ctypes.CDLL | str:
     try:
         return build.from_cache() or build.for_this_process()
     except subprocess.CalledProcessError as error:
-        said = error.stderr.strip().splitlines()
-        return f"{compiler} could not compile {_SOURCE.name}: {said[0] if said else error}"
+        lines = error.stderr.strip().splitlines()
+        return f"{compiler} could not compile {_SOURCE.name}: {lines[0] if lines else error}"
     except OSError as error:
         return f"the compiled kernel could not be stored or loaded: {error}"
 
@@ -74,7 +74,7 @@ class _Build:
 
     @property
     def prefix(self) -> str:
-        """The start of the library's file name, a hash of everything that it is made from."""
+        """The start of the library's file name, with a hash of everything from which the library is made."""
         made_of = b"/".join([_SOURCE.read_bytes(), _machine(), self.compiler.encode()])
         return f"kernel-{hashlib.sha256(made_of).hexdigest()[:16]}"
 
@@ -135,12 +135,13 @@ class _Build:
             return _typed(ctypes.CDLL(str(path)))
 
     def compile(self, path: Path, lock: int) -> None:
-        # The compiler inherits the lock. So if this process is killed, nobody removes the file while it is written.
+        # The compiler inherits the lock. So even if this process is killed, no other process removes the file while it is
+        # written.
         run = partial(subprocess.run, check=True, capture_output=True, text=True, cwd=path.parent, pass_fds=(lock,))
         command = [self.compiler, *_FLAGS, str(_SOURCE.resolve()), "-o", path.name]
         try:
             run([*command, "-fopenmp"])
-        except subprocess.CalledProcessError:  # Apple's compiler has no OpenMP: one thread then
+        except subprocess.CalledProcessError:  # Apple's compiler has no OpenMP, so the kernel uses one thread
             run([*command, "-Wno-unknown-pragmas"])
 
 
@@ -154,7 +155,8 @@ def _machine() -> bytes:
 
 @contextlib.contextmanager
 def _alone_in(folder: Path) -> Iterator[int]:
-    """Lets one process at a time compile in a folder, and removes files that killed processes left there. Yields the lock."""
+    """A context for compiling in a folder, which one process at a time can enter. Removes files that killed processes left
+    there. Yields the lock."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):  # some network file systems have no locks

@@ -1,8 +1,8 @@
 """Linear layers for decoding, where a text grows by one token at a time.
 
-Each token reads all weights once, so the time follows the number of bytes. A packed layer keeps its non-zeros row by row, with
-2 bytes for a column and 2 or 4 for a value, and nothing for training. Any linear layer with zeros can be packed; no plan is
-needed.
+For each token all weights are read once, so the time is proportional to their bytes. A packed layer keeps its non-zeros row by
+row, with 2 bytes for a column and 2 or 4 for a value, and nothing that only training needs. Any linear layer with zeros can be
+packed; no plan is needed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ PACKED = "packed"
 STORAGES = (AUTO, DENSE, PACKED)
 _FUNCTIONS = {torch.float32: "smupar_packed_f32", torch.bfloat16: "smupar_packed_bf16"}
 _MAX_INPUTS = 2**16  # columns have 16 bits
-_SLACK = 16  # the kernel reads this many entries at a time, also at the end
-_MOST_KEPT = 0.75  # with more non-zeros a packed layer has about as many bytes as a dense one, and is not worth measuring
+_SLACK = 16  # entries after the last, since the kernel reads this many at a time
+_MOST_KEPT = 0.75  # with a larger share of non-zeros, a packed layer is not worth measuring: it has about as many bytes
 _ROUNDS = 5
 
 
@@ -78,7 +78,7 @@ class PackedLinear(nn.Module):
 
 @dataclass(frozen=True)
 class Packing:
-    """The result of packing a model."""
+    """What ``pack`` did to a model."""
 
     num_packed: int
     num_dense: int  # number of linear layers that stay dense
@@ -90,11 +90,11 @@ class Packing:
 def pack(model: nn.Module, *, storage: str = AUTO, rows: int = 1) -> Packing:
     """Packs linear layers of a model in place. After that the model can only generate.
 
-    storage   "packed": packs every layer with enough zeros; "auto": packs layers whose product with ``rows`` tokens is faster
-              packed, measured once for each kind of layer; "dense": packs none
+    storage   "packed" packs every layer with enough zeros. "auto" measures each kind of layer once, and packs it if its product
+              with ``rows`` tokens is then faster. "dense" packs none
     rows      number of texts that grow at the same time
 
-    Raises ValueError if "packed" is impossible. "auto" then leaves layers dense.
+    If no layer can be packed, "packed" raises a ValueError, and "auto" leaves all layers dense.
     """
     refuse(storage not in STORAGES, f"storage must be one of {', '.join(STORAGES)}, got {storage!r}")
     known: dict[tuple[object, ...], dict[str, float]] = {}
@@ -151,6 +151,6 @@ def _is_faster(packed: PackedLinear, matrix: Tensor, rows: int, known: dict[tupl
     key = (tuple(matrix.shape), density)
     if key not in known:
         x = torch.randn(rows, packed.in_features, generator=torch.Generator().manual_seed(0)).to(matrix.dtype)
-        sides = {DENSE: lambda: nn.functional.linear(x, matrix), PACKED: lambda: packed(x)}
-        known[key] = in_turns(sides, _ROUNDS, lambda _, product: seconds_of(product, 2), pick=min)
+        products = {DENSE: lambda: nn.functional.linear(x, matrix), PACKED: lambda: packed(x)}
+        known[key] = in_turns(products, _ROUNDS, lambda _, product: seconds_of(product, 2), pick=min)
     return known[key][PACKED] < known[key][DENSE]

@@ -1,6 +1,6 @@
-// The work around a 2:4 product: tiles of 4 x 4 weights with two in each row and column, whose places are a code of 16 bits, bit
-// 4 r + c for row r and column c. A row of a tile is two values: one 32-bit word in bfloat16. F32 says whether the values of the
-// parameter are float or bfloat16. bf16.cuh comes before this file.
+// Moves values for a 2:4 product. In each tile of 4 x 4 weights, two are kept in each row and each column. A code of 16 bits
+// says which: bit 4 r + c is for row r and column c. The two values of a tile's row are one 32-bit word in bfloat16. If F32 is
+// 1, the values of the parameter are float, else bfloat16. bf16.cuh comes before this file.
 
 #if F32
 typedef float2 Pair;
@@ -24,8 +24,8 @@ __device__ __forceinline__ Pair pair(u32 first, u32 second) {
 #endif
 }
 
-// Values of a matrix of row_tiles x column_tiles tiles, row by row -> those of its transpose, in bfloat16. A block takes 32 x 32
-// tiles; they change sides in shared memory, so that reads and writes are both of neighbouring words.
+// Turns the values of a matrix of row_tiles x column_tiles tiles, row by row, into those of its transpose, in bfloat16. A block
+// of threads takes 32 x 32 tiles and transposes them in shared memory, so that it reads and writes neighbouring words.
 extern "C" __global__ void __launch_bounds__(256)
 turn(const Pair* values, const u16* codes, u32* turned, int row_tiles, int column_tiles) {
   __shared__ u32 stage[4][32][33];  // [row in the tile of the transpose][column tile][row tile]
@@ -63,8 +63,8 @@ turn(const Pair* values, const u16* codes, u32* turned, int row_tiles, int colum
   }
 }
 
-// Takes the entries at the places from a whole matrix in bfloat16, row by row, in the dtype of the parameter: a thread takes a
-// tile.
+// Picks the kept entries of a full matrix in bfloat16, row by row, and writes them in the dtype of the parameter. Each thread
+// takes one tile.
 extern "C" __global__ void __launch_bounds__(256)
 pick(const uint2* matrix, const u16* codes, Pair* values, int row_tiles, int column_tiles) {
   const int column = blockIdx.x * 256 + threadIdx.x;
@@ -79,7 +79,7 @@ pick(const uint2* matrix, const u16* codes, Pair* values, int row_tiles, int col
       const u32 all[4] = {four.x & 0xffffu, four.x >> 16, four.y & 0xffffu, four.y >> 16};
       u32 low = 0, high = 0;
 #pragma unroll
-      for (int c = 3; c >= 0; c--)  // from the last to the first, which stays
+      for (int c = 3; c >= 0; c--)  // the last assignment is that of the first kept entry
         if (kept >> c & 1) low = all[c];
 #pragma unroll
       for (int c = 0; c < 4; c++)

@@ -2,8 +2,8 @@
 cuSPARSELt. Tensor cores multiply such a matrix in half the time.
 
 A packed matrix of cuSPARSELt has the values row by row, followed by metadata that depends only on their positions. So the
-metadata is made once, and each pass writes values in front of it: those of the matrix in the forward pass, and of its transpose
-in the backward pass. The gradient of the weights is a dense product, from which the kept entries are picked.
+metadata is made once, and each pass writes values in front of it: those of the matrix in the forward pass, and those of its
+transpose in the backward pass. The gradient of the weights is a dense product, from which the kept entries are picked.
 
 cuSPARSELt has several algorithms for a product. When a size is used for the third time, the algorithms are timed, and the
 fastest is used from then on. So the algorithm, and with it the last bits of a product, may differ between two processes, and
@@ -21,14 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from smupar.execute.sparse import cslt
-from smupar.execute.sparse.gpu import DTYPE, GpuIndex, OnGpu, compiled, dense_grad
+from smupar.execute.sparse.gpu import DTYPE, GpuIndex, GpuKernel, compiled, dense_grad
 from smupar.execute.timing import best_of, gpu_seconds_of
 from smupar.model.csr import mask_of_index
 
 _SIZES = 64  # sizes must be multiples of 64: odd multiples of 32 failed the tests (torch 2.11 on an H200)
 _TOKENS = 16  # the number of rows must be a multiple of 16
 _SOURCE = "semi.cu"
-SEARCH_AT = 3  # a search takes as long as many products, so it pays off only for sizes that are used repeatedly
+SEARCH_AT = 3  # the use of a size at which algorithms are timed; this takes as long as many products
 _MOST_KNOWN = 64
 _choosing = threading.Lock()  # autograd has a thread for each device
 
@@ -47,11 +47,11 @@ class SemiIndex(GpuIndex):
     codes: Tensor
 
 
-class SemiStructured(OnGpu):
+class SemiStructured(GpuKernel):
     name = "2:4"
 
     def __init__(self) -> None:
-        # (sizes, device) -> (plan, number of uses before its search), in the order of their last use
+        # (sizes, device) -> (plan, number of uses up to its search), in the order of the last use
         self._plans: dict[tuple[object, ...], tuple[cslt.MatmulPlan, int]] = {}
         self._captured: set[cslt.MatmulPlan] = set()  # CUDA graphs may replay these plans, so they are never freed
 
@@ -161,7 +161,7 @@ def _faster(plan: cslt.MatmulPlan, matrix: Tensor, rows: Tensor) -> cslt.MatmulP
     searched = cslt.MatmulPlan(plan.shape, plan.num_rows, rows.device)
     try:
         searched.search(matrix, rows)
-        seconds = [best_of(partial(each, matrix, rows), 6, clock=gpu_seconds_of) for each in (searched, plan)]
+        seconds = [best_of(partial(other, matrix, rows), 6, clock=gpu_seconds_of) for other in (searched, plan)]
     except RuntimeError:  # this shape or version does not have the algorithm
         return plan
     return searched if seconds[0] < seconds[1] else plan

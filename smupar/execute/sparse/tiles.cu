@@ -1,9 +1,11 @@
-// Products with a matrix whose non-zeros lie anywhere. A block of threads holds TOK rows of the activations in shared memory,
-// transposed, so that a non-zero meets them side by side. WARPS warps go through the lines of the matrix, which `sliced_ell` in
-// tiles.py lays out for them. For `pack`, F32 says whether values are float or bfloat16. bf16.cuh comes before this file.
+// Products with a matrix of any mask. A block of threads holds TOK rows of the activations in shared memory, transposed, so
+// that a non-zero finds what it is multiplied by in neighbouring words. WARPS warps go through the lines of the matrix, which
+// `sliced_ell` in tiles.py lays out. For `pack`, F32 is 1 if values are float, and 0 if they are bfloat16. bf16.cuh comes
+// before this file.
 
 #ifdef F32
-// Entries of the matrix: a value in the upper, its place in the line in the lower half. Padding has source -1.
+// An entry of the matrix has the value in the upper half, and the position in the line in the lower half. Padding has source
+// -1.
 #if F32
 extern "C" __global__ void pack(const float* values, const int* source, const u16* columns, u32* entries, int num) {
 #else
@@ -31,7 +33,7 @@ extern "C" __global__ void pack(const u16* values, const int* source, const u16*
 __device__ __forceinline__ float low(u32 w) { return __uint_as_float(w << 16); }
 __device__ __forceinline__ float high(u32 w) { return __uint_as_float(w & 0xffff0000u); }
 
-// [tokens, features] in memory -> [features][TOK tokens] in shared memory, two tokens to a word
+// Transposes [tokens, features] in memory to [features][TOK tokens] in shared memory, with two tokens in a word.
 __device__ __forceinline__ void load_tile(const u16* X, u32* tile, int t0, int end, int features) {
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   const int pair = lane % WORDS, run = lane / WORDS, t = t0 + 2 * pair;  // 32 / WORDS runs of 8 features at once
@@ -45,7 +47,7 @@ __device__ __forceinline__ void load_tile(const u16* X, u32* tile, int t0, int e
 #pragma unroll
     for (int q = 0; q < 4; q++) {
       const u32 even = __byte_perm(pa[q], pb[q], 0x5410), odd = __byte_perm(pa[q], pb[q], 0x7632);
-      const int h = run & 1;  // neighbouring runs write features of other parity: no bank twice
+      const int h = run & 1;  // neighbouring runs write odd and even features in turn, so that no bank is used twice
       tile[(f + 2 * q + h) * WORDS + pair] = h ? odd : even;
       tile[(f + 2 * q + 1 - h) * WORDS + pair] = h ? even : odd;
     }
@@ -61,7 +63,7 @@ multiply(const u16* X, const uint4* entries, const int* starts, const unsigned c
   unsigned char* stage = (unsigned char*)shared + in * TOK * 2 + warp * (TOK * STRIDE);
   const int sub = lane / LANES, part = lane % LANES;
   const unsigned char* mine = (const unsigned char*)tile + part * 16;
-  // Entries are read one run ahead, since they come from far away; the first before the tile is there.
+  // Entries are read one run ahead, since memory is slow. The first are read before the tile is loaded.
   int block = warp, at = block < blocks ? starts[block * GROUPS + min(lane, GROUPS)] : 0;
   uint4 e = __ldg(entries + __shfl_sync(all, at, 0) + sub);
   load_tile(X, tile, t0, tokens, in);

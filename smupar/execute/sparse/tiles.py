@@ -1,5 +1,5 @@
-"""Products with matrices whose non-zeros are anywhere, on a GPU. A tile of the activations is loaded into shared memory, and
-all non-zeros read it there.
+"""Products with matrices of any mask, on a GPU. A tile of the activations is loaded into shared memory, and all non-zeros read
+it there.
 
 The forward product and the gradient of the input are our kernels (``tiles.cu``). The gradient of the weights is a dense
 product, from which the entries at the non-zeros are picked.
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from smupar.execute.sparse.cpu import CpuIndex, CsrView
-from smupar.execute.sparse.gpu import GpuIndex, OnGpu, compiled, dense_grad
+from smupar.execute.sparse.gpu import GpuIndex, GpuKernel, compiled, dense_grad
 from smupar.model.compressed import KernelIndex
 from smupar.model.csr import flat_places
 
@@ -41,8 +41,8 @@ def tile_tokens(num_features: int, device: torch.device) -> int | None:
 
 @cache
 def shared_limit(device: torch.device) -> int:
-    """The bytes of shared memory for a block of threads. Without a GPU this is a Hopper's number, so that an index can be made
-    anywhere."""
+    """The bytes of shared memory that a block of threads can have. Without a GPU this is the number of a Hopper GPU, so that an
+    index can be made anywhere."""
     if device.type != "cuda":
         return 227 * 1024
     properties: Any = torch.cuda.get_device_properties(device)
@@ -55,7 +55,7 @@ def shared_bytes(num_features: int, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class SlicedEll(KernelIndex):
-    """The non-zeros by lines along one dimension of the matrix, in the sliced ELLPACK format.
+    """The non-zeros, line by line, in the sliced ELLPACK format. Lines are the rows or the columns of the matrix.
 
     Lines are grouped into blocks of 32. In a block they are sorted by number of non-zeros, the longest first, and then cut into
     slices. A slice has as many lines as a warp works on at once. The lines of a slice are padded to the same number of entries,
@@ -72,13 +72,13 @@ class SlicedEll(KernelIndex):
     source: Tensor  # [entries] int32: index of the value in the parameter; -1 for padding
     columns: Tensor  # [entries] int16: position in the line
     starts: Tensor  # [slices + 1] int32: first run of each slice
-    places: Tensor  # [lines] uint8: number of the line in its block, in sorted order
+    places: Tensor  # [lines] uint8: for each line in sorted order, its number in the block
     num_inputs: int
     tokens: int  # tokens in a tile, for which the format is laid out
 
 
 def sliced_ell(view: CsrView, num_inputs: int, tokens: int) -> SlicedEll:
-    """The layout for tiles of ``tokens`` tokens, which decides how many lines a warp works on at once."""
+    """The layout for tiles of ``tokens`` tokens. This number decides how many lines a warp works on at once."""
     height = 32 // (tokens // _TOKENS_OF_A_LANE)  # lines in a slice
     counts, columns, device = view.starts.diff(), view.indices.long(), view.starts.device
     lines = torch.arange(len(counts), device=device)
@@ -112,7 +112,7 @@ class TilesIndex(GpuIndex):
     places: Tensor  # positions of the non-zeros in the flattened matrix
 
 
-class Tiles(OnGpu):
+class Tiles(GpuKernel):
     name = "tiles"
 
     def refusal(self, mask: Tensor) -> str | None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from smupar.check.audit.audit import audit
 from smupar.execute.compiler_cache import guard_compiler_cache
-from smupar.execute.cuda_graphs import Graphed, Upload, compile_static
+from smupar.execute.cuda_graphs import GraphedCall, Uploader, compile_static
 from smupar.execute.products import fast_products
 from smupar.execute.sparse.convert import StorageReport, sparsify_storage
 from smupar.lm.config.run import Execution, RunConfig
@@ -52,7 +52,7 @@ class Stepper:
         them. Then the model is compiled, and the whole step is captured.
         """
         self.config, self.configs, self.world, self.corpus = config, [config], world, corpus
-        self.upload = Upload(world.device)
+        self.upload = Uploader(world.device)
         self.rows = world.share_of(config.batch_size)
         self.num_micro = _num_micro_batches(self.rows[1] - self.rows[0], how.micro_batch or _fitting(config, world))
         self.model, self.plan = build_on_device(config, world)
@@ -77,7 +77,7 @@ class Stepper:
         self.loss_fn = next_token_loss
         if compiled:
             self._compile(flex=on_gpu and config.model.positions == "alibi")
-        self._update: Callable[..., Tensor] = Graphed(self._passes) if how.graph else self._passes
+        self._update: Callable[..., Tensor] = GraphedCall(self._passes) if how.graph else self._passes
 
     def _keep_nonzeros(self, how: Execution) -> StorageReport | None:
         if how.storage == "dense":

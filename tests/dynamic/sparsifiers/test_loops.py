@@ -193,7 +193,7 @@ def test_sparsifier_of_an_optimizer_that_never_steps_says_so():
     optimize(model, adamw(model, plan), 0)
     for _ in range(999):
         rigl.step()
-    with pytest.warns(smupar.PlanWarning, match="called 1000 times, but its optimizer made no step"):
+    with pytest.warns(smupar.PlanWarning, match="was called 1000 times, but its optimizer made no step"):
         rigl.step()
 
 

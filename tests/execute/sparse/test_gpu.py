@@ -400,7 +400,7 @@ def test_auto_says_which_backend_failed_and_goes_on(monkeypatch):
         raise RuntimeError("no kernel for this shape")
 
     model, plan = parameterized("csr")
-    monkeypatch.setattr(gpu.OnGpu, "forward", fails)
+    monkeypatch.setattr(gpu.GpuKernel, "forward", fails)
     for layer in smupar.sparsify_storage(model, plan, tokens=64, dtype=HALF).layers:
         assert layer.backend == "dense"
         assert "csr: RuntimeError: no kernel for this shape" in layer.note
@@ -415,7 +415,7 @@ def test_kernel_that_fails_shows_at_once_and_leaves_the_model_as_it_was(monkeypa
     model, plan = parameterized(backend)
     before = list(model.parameters())
     with monkeypatch.context() as patch:
-        patch.setattr(gpu.OnGpu, what, fails)
+        patch.setattr(gpu.GpuKernel, what, fails)
         with pytest.raises(RuntimeError, match="no kernel for this GPU"):
             smupar.sparsify_storage(model, plan, backend=backend, dtype=HALF)
     assert all(a is b for a, b in zip(before, model.parameters(), strict=True))
