@@ -1,7 +1,7 @@
 """The colours of rules, in pictures and on the page.
 
-They are told apart with red-green blindness too, none is close to the green, red and amber of verdicts, and each has a contrast
-of at least 3:1 with the background of its theme. Pictures have the light theme. Tests measure all of this.
+Readers with red-green blindness can tell them apart too. None is close to the green, red and amber of verdicts, and each has a
+contrast of at least 3:1 with the background of its theme. Pictures have the light theme. Tests measure all of this.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import NamedTuple
 class RuleStyle(NamedTuple):
     light: str
     dark: str
-    dash: str  # plotly's name, for loss curves
+    dash: str  # how loss curves are dashed, in plotly's words
 
 
 RULE_STYLES = {  # by title
@@ -28,7 +28,7 @@ def rule_colour(label: str, default: str = "#777777") -> str:
     return next((style.light for title, style in RULE_STYLES.items() if label.startswith(title)), default)
 
 
-def mixed(one: str, other: str, share: float) -> str:
+def mixed(first: str, second: str, share: float) -> str:
     """A colour between two: the first at a share of 0, the second at 1."""
-    channels = ((int(one[at : at + 2], 16), int(other[at : at + 2], 16)) for at in (1, 3, 5))
+    channels = ((int(first[at : at + 2], 16), int(second[at : at + 2], 16)) for at in (1, 3, 5))
     return "#" + "".join(f"{round(a + (b - a) * share):02x}" for a, b in channels)

@@ -1,5 +1,5 @@
-"""Writes files and folders atomically, locks a folder for one process at a time, and gives the remedy if the disk is full or a
-path cannot be written."""
+"""Writes files and folders atomically, and locks a folder for one process at a time. If the disk is full, or a path cannot be
+written, the error says what to do."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
-_MARK = ".unfinished-by-smupar"  # a file in every folder that whole_folder has not finished
+_MARK = ".unfinished-by-smupar"  # the name of a file in every folder that whole_folder has not finished
 
 
 def sentence_of(error: OSError) -> str:
@@ -37,8 +37,8 @@ def remedy_of(error: OSError) -> str:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Adds the path to errors of the operating system. Python names no path if the disk is full, and libraries written in Rust
-    raise their own errors, with the error number in the text."""
+    """A context that adds the path to errors of the operating system. Python names no path if the disk is full, and libraries
+    written in Rust raise their own errors, with the error number in the text."""
     try:
         yield
     except ValueError:  # a message of our own
@@ -62,16 +62,18 @@ def read_plain(path: Path) -> bytes:
 
 
 def refuse_other_than_plain(path: Path) -> None:
-    """Raises OSError for a pipe or a device, which might never end, and for a folder."""
+    """Raises OSError for a folder, and for a pipe or a device, since reading these might never end."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise OSError(errno.EINVAL, "Is a directory" if path.is_dir() else "Not a plain file", str(path))
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Writes a file so that it has either the old or the new content, even if the power fails. A link to a file stays, and the
-    file is written. A device or a pipe is written to if the path names it, and refused if a link leads to it, since the content
-    would be lost in silence."""
-    # A folder's name, as part of a text, may hold bytes that are not UTF-8.
+    """Writes a file so that it has either the old or the new content, even if the power fails.
+
+    If the path is a link to a file, the link stays, and the file is written. A device or a pipe is written to if the path names
+    it. If the path is a link to one, it is refused, since the content would be lost in silence.
+    """
+    # The name of a folder may contain bytes that are not UTF-8, and be part of the content.
     data = content if isinstance(content, bytes) else content.encode(errors="backslashreplace")
     is_special = path.exists() and not path.is_file()
     if is_special and path.is_symlink() and not path.is_relative_to("/dev"):  # /dev/stdout is a link
@@ -84,7 +86,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
 
 
 def _write_into(path: Path, data: bytes) -> None:
-    """Writes to a device or a pipe, which must not be replaced. Raises for a folder."""
+    """Writes to a device or a pipe, which must not be replaced by a file. Raises for a folder."""
     handle = os.open(path, os.O_WRONLY | os.O_NONBLOCK)  # opening a pipe must not wait for a reader
     os.set_blocking(handle, True)
     with os.fdopen(handle, "wb") as file:
@@ -92,13 +94,13 @@ def _write_into(path: Path, data: bytes) -> None:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Writes a file beside the path, and gives it the path's name when it is on disk."""
+    """Writes a temporary file beside the path, and renames it when its content is on disk."""
     _remove_left_over(path)
-    # Several ranks may write the same file at the same time: the process id gives each its own temporary file.
+    # Several ranks may write the same file at the same time, so the temporary file is named after the process.
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
     try:
         temporary.unlink(missing_ok=True)
-        with temporary.open("xb") as file:  # never through a link that somebody else has put there
+        with temporary.open("xb") as file:  # "x" does not follow a link that somebody else has put there
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -120,7 +122,7 @@ def _remove_left_over(path: Path) -> None:
 
 def is_alive(process: int) -> bool:
     try:
-        os.kill(process, 0)  # signal 0 only asks
+        os.kill(process, 0)  # signal 0 only asks whether the process exists
     except (ProcessLookupError, OverflowError):
         return False
     except OSError:  # a process of another user
@@ -129,7 +131,7 @@ def is_alive(process: int) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Makes the content of a file durable, or, for a folder, the names in it."""
+    """Makes the content of a file durable. For a folder, these are the names in it."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -144,8 +146,8 @@ def sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
-    """A folder under a temporary name. It gets its final name, synced to disk, when the block ends without an error; otherwise
-    it is removed. The next call for the same path removes what a killed process left."""
+    """A context with a folder under a temporary name. At the end the folder is synced to disk and gets its final name; after an
+    error it is removed. The next call for the same path removes what a killed process left."""
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         _remove_unfinished(path)
@@ -156,8 +158,8 @@ def whole_folder(path: Path) -> Iterator[Path]:
             fcntl.flock(handle, fcntl.LOCK_EX)  # a killed process holds no lock
             (unfinished / _MARK).touch()
             yield unfinished
-            for each in (*unfinished.rglob("*"), unfinished):
-                sync(each)
+            for written in (*unfinished.rglob("*"), unfinished):
+                sync(written)
             unfinished.rename(path)
             (path / _MARK).unlink()
             sync_folder(path.parent)
@@ -195,11 +197,11 @@ def refuse_other_files(folder: Path, what: str, is_ours: Callable[[str], bool] =
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Makes the folder if it does not exist, and locks it. The lock ends with the block, or with the process, even if that is
-    killed. At the end a folder that this call made is removed again if it is empty."""
+    """A context that locks a folder, and makes it if it does not exist. The lock ends with the context or with the process,
+    even if the process is killed. At the end, folders that were made here are removed again if they are empty."""
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file: choose another --out")
-    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -219,7 +221,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:
-    """Removes these folders, the innermost first, up to one that is not empty, so that a refused command leaves none."""
+    """Removes these folders, the innermost first, up to the first that is not empty, so that a refused command leaves none."""
     with contextlib.suppress(OSError):
         for folder in folders:
             if folder.exists():

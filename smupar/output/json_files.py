@@ -1,7 +1,7 @@
 """Reads and writes JSON files. A damaged file is refused in one line that names the file, the field and what to do.
 
-Files carry a *seal*, the sha256 of everything else in the file, so that damage is noticed. If it does not match, a file that
-only smupar writes is refused, and a file that people edit is read with a warning. Text is UTF-8 in every locale.
+Files carry a *seal*, the sha256 of everything else in the file, so that damage is noticed. If the seal does not match, a file
+that only smupar writes is refused, and a file that people edit is read with a warning. Text is UTF-8 in every locale.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class DamagedFileError(ValueError):
 
 
 class EditedWarning(UserWarning):
-    """A file that people may edit does not say what smupar wrote. It may be damaged."""
+    """A file that people may edit is not as smupar wrote it. It may be damaged."""
 
 
 def read_text(path: Path, *, remedy: str) -> str:
@@ -58,11 +58,11 @@ def parse_json(text: str, *, source: str, remedy: str) -> Any:
 
 
 def parse_object(text: str, *, source: str, remedy: str, may_be_edited: bool = False) -> dict[str, Any]:
-    """The JSON object that a text holds, without its seal. If it does not match the seal, this raises, or warns if people may
-    edit the file."""
+    """The JSON object that a text holds, without its seal. If the seal does not match, this raises an error, or warns if people
+    may edit the file."""
     values = parse_json(text, source=source, remedy=remedy)
     if not isinstance(values, dict):
-        raise DamagedFileError(f"{source} is damaged (expected fields, got {_shown(values)}): {remedy}")
+        raise DamagedFileError(f"{source} is damaged (expected fields, got {_shortened(values)}): {remedy}")
     seal = values.pop(SEAL, None)
     if seal is not None and seal != _digest(values):
         if not may_be_edited:
@@ -87,7 +87,7 @@ def is_sealed(path: Path) -> bool:
 
 
 def sealed_json(values: Mapping[str, Any], *, indent: int | None = 1) -> str:
-    """A JSON object with its seal, as text. It must hold only what JSON can hold, and no field called seal."""
+    """A JSON object with its seal, as text. No field may be called seal."""
     assert SEAL not in values, "the name 'seal' is taken"
     return json.dumps({**values, SEAL: _digest(values)}, indent=indent)
 
@@ -101,7 +101,7 @@ def as_record(kind: type[Record], values: Any, *, source: str, remedy: str) -> R
     wrong = _wrong(values, kind, "")
     if wrong:
         raise DamagedFileError(f"{source} is damaged, or of another version ({wrong}): {remedy}")
-    return _made(values, kind)
+    return _converted(values, kind)
 
 
 def read_record(kind: type[Record], path: Path, *, remedy: str) -> Record:
@@ -126,7 +126,8 @@ def _digest(values: Mapping[str, Any]) -> str:
 
 
 def _wrong(value: Any, expected: Any, where: str) -> str:
-    """Says how a value differs from its expected type; "" if it does not. ``where`` is the path of fields that leads to it."""
+    """Says how a value differs from its expected type; "" if it does not differ. ``where`` is the path of fields to the
+    value."""
     if isinstance(expected, type) and is_dataclass(expected):
         return _wrong_fields(value, expected, where)
     if get_origin(expected) in (Union, UnionType):
@@ -144,37 +145,37 @@ def _wrong(value: Any, expected: Any, where: str) -> str:
         fits = False
     else:
         fits = _fits(value, expected)
-    return "" if fits else f"{where or 'it'} should be {_named(expected)}, is {_shown(value)}"
+    return "" if fits else f"{where or 'it'} should be {_type_words(expected)}, is {_shortened(value)}"
 
 
-@cache  # a study has thousands of configurations of one kind
+@cache  # a study has thousands of configurations of the same class
 def _hints(kind: type) -> dict[str, Any]:
     return get_type_hints(kind)
 
 
 def _wrong_fields(value: Any, kind: type, where: str) -> str:
     if not isinstance(value, dict):
-        return f"{where or 'it'} should have fields, is {_shown(value)}"
+        return f"{where or 'it'} should have fields, is {_shortened(value)}"
     known = {item.name: item for item in fields(kind)}
     if unknown := value.keys() - known.keys():
-        return f"it has an unknown field {_path(where, min(unknown))!r}"
+        return f"it has an unknown field {_field_path(where, min(unknown))!r}"
     needed = {name for name, item in known.items() if item.default is MISSING and item.default_factory is MISSING}
     if missing := needed - value.keys():
-        return f"the field {_path(where, min(missing))!r} is missing"
+        return f"the field {_field_path(where, min(missing))!r} is missing"
     hints = _hints(kind)
     return _first_wrong([(name, item, hints[name]) for name, item in value.items()], where)
 
 
 def _first_wrong(items: list[tuple[str, Any, Any]], where: str) -> str:
-    return next(filter(None, (_wrong(value, hint, _path(where, name)) for name, value, hint in items)), "")
+    return next(filter(None, (_wrong(value, hint, _field_path(where, name)) for name, value, hint in items)), "")
 
 
 def _elements(values: list[Any] | tuple[Any, ...], expected: Any) -> list[tuple[str, Any, Any]]:
     hints = get_args(expected)
-    each = hints if get_origin(expected) is tuple and hints[-1] is not ... else (hints[0],) * len(values)
-    if len(each) != len(values):
-        return [("length", len(values), Literal[len(each)])]
-    return [(str(number), value, hint) for number, (value, hint) in enumerate(zip(values, each, strict=True))]
+    by_value = hints if get_origin(expected) is tuple and hints[-1] is not ... else (hints[0],) * len(values)
+    if len(by_value) != len(values):
+        return [("length", len(values), Literal[len(by_value)])]
+    return [(str(number), value, hint) for number, (value, hint) in enumerate(zip(values, by_value, strict=True))]
 
 
 def _fits(value: Any, expected: Any) -> bool:
@@ -189,31 +190,31 @@ def _fits(value: Any, expected: Any) -> bool:
     return isinstance(value, expected)
 
 
-def _made(value: Any, kind: Any) -> Any:
-    """Turns a value that has passed ``_wrong`` into dataclasses and tuples, which JSON has as objects and lists."""
+def _converted(value: Any, kind: Any) -> Any:
+    """Turns the objects and lists of a value that has passed ``_wrong`` into dataclasses and tuples."""
     if isinstance(kind, type) and is_dataclass(kind):
         hints = _hints(kind)
-        return kind(**{name: _made(item, hints[name]) for name, item in value.items()})
+        return kind(**{name: _converted(item, hints[name]) for name, item in value.items()})
     if get_origin(kind) in (Union, UnionType):
-        return _made(value, next(choice for choice in get_args(kind) if not _wrong(value, choice, "")))
+        return _converted(value, next(choice for choice in get_args(kind) if not _wrong(value, choice, "")))
     if get_origin(kind) in (list, tuple):
-        return get_origin(kind)(_made(item, hint) for _, item, hint in _elements(value, kind))
+        return get_origin(kind)(_converted(item, hint) for _, item, hint in _elements(value, kind))
     if get_origin(kind) is dict:
-        return {name: _made(item, get_args(kind)[1]) for name, item in value.items()}
+        return {name: _converted(item, get_args(kind)[1]) for name, item in value.items()}
     return value
 
 
-def _path(where: str, name: str) -> str:
+def _field_path(where: str, name: str) -> str:
     return f"{where}.{name}" if where else str(name)
 
 
-def _named(expected: Any) -> str:
+def _type_words(expected: Any) -> str:
     if get_origin(expected) is Literal:
         return " or ".join(map(repr, get_args(expected)))
     words = {float: "a number", int: "a whole number", str: "text", bool: "true or false", NoneType: "null", None: "null"}
     return words.get(expected) or {list: "a list", tuple: "a list", dict: "fields"}.get(get_origin(expected), str(expected))
 
 
-def _shown(value: Any) -> str:
+def _shortened(value: Any) -> str:
     text = json.dumps(value, default=str)
     return text if len(text) <= 40 else f"{text[:37]}..."

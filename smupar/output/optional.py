@@ -1,4 +1,5 @@
-"""Imports packages that only some commands need, when they are needed. If one is missing, the error says what to install."""
+"""Imports packages that only some commands need, when they are needed. If a package is missing, the error says what to
+install."""
 
 from __future__ import annotations
 

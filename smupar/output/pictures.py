@@ -17,7 +17,7 @@ def missing_pictures() -> str:
     """A sentence on how to get pictures if matplotlib is missing; "" if it is installed."""
     try:
         is_there = find_spec("matplotlib") is not None
-    except ValueError:  # it was hidden from imports
+    except ValueError:  # sys.modules has a stand-in for it, without a spec
         is_there = False
     return "" if is_there else "no picture is drawn, since matplotlib is not installed: pip install 'smupar[plot]'"
 

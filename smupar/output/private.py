@@ -1,5 +1,5 @@
-"""Folders for code that is compiled here and loaded later. No other user of the machine can write to them, and so make us run
-foreign code."""
+"""Folders for code that is compiled here and loaded later. No other user of the machine can write to them, so nobody else can
+make smupar run their code."""
 
 from __future__ import annotations
 
@@ -34,10 +34,11 @@ def cache_folder() -> Path:
 
 @contextlib.contextmanager
 def private_folder(path: Path) -> Iterator[Path]:
-    """Makes the folder if it does not exist, and holds it open. Raises ``NotPrivateError`` if others own it or can write to it.
+    """A context that holds a folder open, and makes it if it does not exist. Raises ``NotPrivateError`` if another user owns
+    the folder or can write to it.
 
-    The path that it yields leads to the checked folder even if someone swaps a parent folder meanwhile. This needs /proc;
-    without it, as on macOS, it yields the plain path.
+    The path that the context yields leads to this folder even if somebody swaps a parent folder meanwhile. This needs /proc.
+    Without it, as on macOS, the context yields the plain path.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
@@ -46,20 +47,20 @@ def private_folder(path: Path) -> Iterator[Path]:
         raise NotPrivateError(f"{path} is a symbolic link")
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        facts = os.fstat(handle)
-        if facts.st_uid != os.geteuid():
+        status = os.fstat(handle)
+        if status.st_uid != os.geteuid():
             raise NotPrivateError(f"{path} belongs to another user")
-        if facts.st_mode & _OTHERS_MAY_WRITE:
-            raise NotPrivateError(f"other users can write to {path}, delete it to get a private one")
-        held = Path(f"/proc/self/fd/{handle}")
-        yield held if held.is_dir() else path
+        if status.st_mode & _OTHERS_MAY_WRITE:
+            raise NotPrivateError(f"other users can write to {path}; delete it to get a private one")
+        by_handle = Path(f"/proc/self/fd/{handle}")
+        yield by_handle if by_handle.is_dir() else path
     finally:
         os.close(handle)
 
 
 @contextlib.contextmanager
 def private_temporary_folder() -> Iterator[Path]:
-    """A private folder that is removed when the block ends. First it removes folders that killed processes left."""
+    """A context with a private folder, which is removed at the end. Folders that killed processes left are removed first."""
     for path in Path(tempfile.gettempdir()).iterdir():
         if _is_left_over(path):
             shutil.rmtree(path, ignore_errors=True)
@@ -83,7 +84,7 @@ def read_own(path: Path) -> bytes:
     """The content of a file. Raises ``NotPrivateError`` if it is not a plain file, or belongs to another user."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # opening a pipe must not wait for a writer
     with os.fdopen(handle, "rb") as file:
-        facts = os.fstat(handle)
-        if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid():
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
             raise NotPrivateError(f"{path.name} is not a plain file, or belongs to another user")
         return file.read()

@@ -1,5 +1,5 @@
-"""Shows progress. On a terminal a thread draws one line again a few times a second, so that it moves while the work itself
-prints nothing. Elsewhere a plain line appears now and then, so that logs stay readable.
+"""Shows progress. On a terminal, a thread draws the same line again a few times a second, so that it moves although the work
+itself prints nothing. Elsewhere a plain line is printed now and then, so that logs stay readable.
 
 The code that works keeps plain numbers, which a ``Display`` reads when it draws:
 
@@ -21,13 +21,12 @@ from typing import Any, TextIO
 from smupar.output.terminal import can_show, columns, is_terminal
 
 _DRAW_SECONDS = 0.25
-_FIRST_LINE, _LINE_SECONDS, _LINE_SHARE = (
-    2.0,
-    10.0,
-    0.02,
-)  # seconds between plain lines; later ones are rarer, so that a long log stays short
-_WINDOW = 60.0  # seconds; the time left follows from the speed in the last half of the time, and at least in these
-_STALL = 5.0  # seconds without growth
+_FIRST_LINE = 2.0  # seconds before the first plain line
+# Seconds between plain lines, and the share of the time so far, of which the larger counts. So a long log stays short.
+_LINE_SECONDS, _LINE_SHARE = 10.0, 0.02
+# The time left is estimated from the speed in the last half of the time so far, but at least in this many seconds.
+_WINDOW = 60.0
+_STALL = 5.0  # seconds without growth after which the estimated speed falls
 _LEAST_BAR, _MOST_BAR = 8, 30
 _ERASE = "\r\x1b[K"
 
@@ -38,7 +37,9 @@ class Status:
 
     share: float | None = None  # share of the work that is done, 0 to 1; None if unknown
     words: tuple[str, ...] = ()  # in the order in which they are shown
-    rank: tuple[int, ...] = ()  # importance of each word, 0 first; default: their order. Words that do not fit are left out
+    # Importance of each word, 0 for the most important; by default their order. The least important words are left out if the
+    # line is too long.
+    rank: tuple[int, ...] = ()
 
 
 class Clock:
@@ -46,10 +47,10 @@ class Clock:
 
     def __init__(self, now: float) -> None:
         self.start = now
-        self.seen: list[tuple[float, float]] = []  # time and share, when the share had grown
+        self.seen: list[tuple[float, float]] = []  # (time, share) whenever the share had grown
 
     def note(self, now: float, share: float) -> None:
-        # Before the first growth the work only starts: it loads, compiles, or reads a checkpoint.
+        # Until the share has grown once, the time goes into loading, compiling, or reading a checkpoint.
         if not self.seen or share > self.seen[-1][1]:
             self.seen.append((now, share))
         window = max(_WINDOW, (now - self.start) / 2)
@@ -62,7 +63,7 @@ class Clock:
             return None
         (first, was), (last, share) = self.seen[min(1, len(self.seen) - 2)], self.seen[-1]
         waited = now - last
-        if waited > _STALL:  # the longer nothing grows, the slower the estimate
+        if waited > _STALL:  # the longer the share does not grow, the lower the estimated speed
             return (now - first) * (1 - share) / (share - was)
         return max(0.0, (last - first) * (1 - share) / (share - was) - waited)
 
@@ -74,13 +75,13 @@ def rendered(status: Status, seconds: float, left: float | None, width: int, *, 
     if status.share is not None:
         head, bar = f"{int(100 * status.share):3d}% ", True
     room = width - len(head) - len(time_word) - (_LEAST_BAR + 1 if bar else 0)
-    ranked = sorted(range(len(status.words)), key=lambda n: status.rank[n] if status.rank else n)
+    by_importance = sorted(range(len(status.words)), key=lambda index: status.rank[index] if status.rank else index)
     shown: set[int] = set()
-    for n in ranked:
-        if len(status.words[n]) + 2 <= room:
-            shown.add(n)
-            room -= len(status.words[n]) + 2
-    words = ", ".join([*(status.words[n] for n in sorted(shown)), time_word])
+    for index in by_importance:
+        if len(status.words[index]) + 2 <= room:
+            shown.add(index)
+            room -= len(status.words[index]) + 2
+    words = ", ".join([*(status.words[index] for index in sorted(shown)), time_word])
     if not bar or room < 0:
         return f"{head}{words}"[:width]
     return f"{head}{_bar(status.share or 0.0, min(_MOST_BAR, _LEAST_BAR + room), plain)} {words}"
@@ -107,7 +108,7 @@ def duration(seconds: float) -> str:
 
 
 class Display:
-    """``with Display(read)`` shows what ``read()`` returns, on standard error, until the block ends."""
+    """A context that shows what ``read()`` returns, on standard error."""
 
     def __init__(self, read: Callable[[], Status], *, lines: bool = True) -> None:
         """``lines``: whether to write plain lines if standard error is not a terminal."""
@@ -116,16 +117,16 @@ class Display:
         self.on_terminal = is_terminal(self.stream)
         self.lock, self.ended = threading.RLock(), threading.Event()
         self.is_drawn = False
-        self.at_start_of_line = True  # as far as this process has written to the terminal
-        self._around = contextlib.ExitStack()
+        self.at_start_of_line = True  # whether this process's last output ended a line
+        self._redirects = contextlib.ExitStack()
         self._thread = threading.Thread(target=self._repeat, name="smupar-progress", daemon=True)
-        self._said = ""
+        self._last_words = ""
 
     def __enter__(self) -> Display:
         self.clock = Clock(time.monotonic())
         self.next_line = self.clock.start + _FIRST_LINE
         if self.on_terminal:
-            self._around.enter_context(self._written_above())
+            self._redirects.enter_context(self._written_above())
             self.draw()
         if self.on_terminal or self.lines:
             self._thread.start()
@@ -136,16 +137,16 @@ class Display:
         if self._thread.is_alive():
             self._thread.join()
         self.erase()
-        self._around.close()
+        self._redirects.close()
 
     def _repeat(self) -> None:
         while not self.ended.wait(_DRAW_SECONDS):
             self.draw() if self.on_terminal else self.write_line()
 
     def draw(self) -> None:
-        """Draws the line of a terminal again."""
-        status, now = self._noted()
-        # The last column stays free: some terminals wrap there.
+        """Draws the line on the terminal again."""
+        status, now = self._read()
+        # The last column stays free, since some terminals begin a new line there.
         plain = not can_show("█░▏", self.stream)
         text = rendered(status, now - self.clock.start, self.clock.left(now), columns(self.stream) - 1, plain=plain)
         with self.lock:
@@ -161,15 +162,15 @@ class Display:
 
     def write_line(self) -> None:
         """Writes a plain line, if one is due and something has changed."""
-        status, now = self._noted()
-        said = ", ".join(status.words)
-        if now < self.next_line or said == self._said:
+        status, now = self._read()
+        words = ", ".join(status.words)
+        if now < self.next_line or words == self._last_words:
             return
         left = self.clock.left(now)
         share = "" if status.share is None else f"{int(100 * status.share)}%, "
         time_word = f"{duration(now - self.clock.start)} gone" if left is None else f"{duration(left)} left"
-        self._write(f"{share}{said}, {time_word}\n")
-        self._said = said
+        self._write(f"{share}{words}, {time_word}\n")
+        self._last_words = words
         self.next_line = now + max(_LINE_SECONDS, _LINE_SHARE * (now - self.clock.start))
 
     def _write(self, text: str) -> None:
@@ -177,7 +178,7 @@ class Display:
             self.stream.write(text)
             self.stream.flush()
 
-    def _noted(self) -> tuple[Status, float]:
+    def _read(self) -> tuple[Status, float]:
         status, now = self.read(), time.monotonic()
         if status.share is not None:
             self.clock.note(now, status.share)
@@ -185,7 +186,7 @@ class Display:
 
     @contextlib.contextmanager
     def _written_above(self) -> Iterator[None]:
-        """Makes other output of the process appear above the line."""
+        """A context in which other output of the process appears above the line."""
         with contextlib.ExitStack() as stack:
             if sys.stdout.isatty():
                 stack.enter_context(contextlib.redirect_stdout(_Above(sys.stdout, self)))
@@ -205,7 +206,7 @@ class _Above:
             written = self._stream.write(text)
             self._stream.flush()
             if text:
-                self._display.at_start_of_line = text.endswith(("\n", _ERASE))  # or another display has ended
+                self._display.at_start_of_line = text.endswith(("\n", _ERASE))  # _ERASE comes from another display that ended
         return written
 
     def __getattr__(self, name: str) -> Any:

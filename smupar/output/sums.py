@@ -1,8 +1,8 @@
 """Checksums of large files: ``sums.json`` in a folder lists its files, cut into parts, with the XXH3 of each part.
 
-A part is a tensor of a safetensors file, the header of one, or a whole file of another kind. So the message about damage can
-name the tensor. The list carries a seal (json_files.py). XXH3 finds damage. It does not stop somebody who writes both other
-tensors and a new list.
+A part is a tensor of a safetensors file, the header of such a file, or a whole file of another kind. So the message about
+damage can name the tensor. The list carries a seal (json_files.py). XXH3 finds damage, but does not stop somebody who replaces
+both the tensors and the list.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _LENGTH = 8  # bytes at the start of a safetensors file that say how long its he
 
 
 class UncheckedWarning(UserWarning):
-    """Files were read that have no checksums, because an older version wrote them."""
+    """Files without checksums were read, which an older version wrote."""
 
 
 @dataclass(frozen=True)
 class FilePart:
-    """Consecutive bytes of a file, after those of the part before it."""
+    """Consecutive bytes of a file, which follow those of the part before."""
 
     name: str
     num_bytes: int
@@ -64,10 +64,10 @@ def parts_of(data: bytes) -> Parts:
 
 
 def write_sums(folder: Path, files: Iterable[str], known: Mapping[str, Parts] | None = None) -> None:
-    """Lists these files of a folder in its sums.json. ``known`` has parts that were hashed as they were written; other files
-    are read."""
-    every = {name: known[name] if known and name in known else _parts_on_disk(folder / name) for name in files}
-    listed = {name: [(part.name, part.num_bytes, part.xxh3) for part in every[name]] for name in sorted(every)}
+    """Lists these files of a folder in its sums.json. ``known`` has the parts of files that were hashed when they were written;
+    other files are read."""
+    parts = {name: known[name] if known and name in known else _parts_on_disk(folder / name) for name in files}
+    listed = {name: [(part.name, part.num_bytes, part.xxh3) for part in parts[name]] for name in sorted(parts)}
     write_atomic(folder / SUMS, sealed_json({"format": FORMAT, "files": listed}, indent=None))
 
 
@@ -83,13 +83,16 @@ def read_sums(folder: Path, *, remedy: str) -> dict[str, Parts]:
 def wrong_parts(
     folder: Path, sums: Mapping[str, Parts], *, share: tuple[int, int] = (0, 1), show: Callable[[int], None] = lambda size: None
 ) -> list[str]:
-    """Reads the files and names each part that does not match its checksum. ``share`` is (number, count) if several processes
-    divide the parts among them. ``show`` is called with the number of bytes read."""
-    found, todo = [], []
+    """Reads the files and names each part that does not match its checksum.
+
+    share   (number of this process, number of processes), if several processes divide the parts
+    show    is called with the number of bytes after each read
+    """
+    wrong_files, todo = [], []
     for name, parts in sums.items():
-        missing = _wrong_size(folder / name, sum(part.num_bytes for part in parts))
-        if missing:
-            found.append(f"{name} {missing}")
+        problem = _wrong_size(folder / name, sum(part.num_bytes for part in parts))
+        if problem:
+            wrong_files.append(f"{name} {problem}")
             continue
         start = 0
         for part in parts:
@@ -103,12 +106,12 @@ def wrong_parts(
     todo = todo[share[0] :: share[1]]
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool:
         differing = [item for item, wrong in zip(todo, pool.map(differs, todo), strict=True) if wrong]
-    return found + [f"{_named(name, part)} does not match its checksum" for name, part, _ in differing]
+    return wrong_files + [f"{_named(name, part)} does not match its checksum" for name, part, _ in differing]
 
 
 def check_sums(folder: Path, *, remedy: str, only: Callable[[str], bool] = lambda name: True) -> bool:
-    """Raises DamagedFileError if a file in the folder's sums.json is missing or damaged. ``only`` selects files. Returns False
-    if the folder has no sums.json."""
+    """Raises DamagedFileError if a file in the folder's sums.json is missing or damaged. ``only`` says which files to check.
+    Returns False if the folder has no sums.json."""
     if not (folder / SUMS).exists():
         return False
     sums = {name: parts for name, parts in read_sums(folder, remedy=remedy).items() if only(name)}
@@ -135,7 +138,7 @@ def _wrong_size(path: Path, expected: int) -> str:
 
 
 def _layout(start: bytes) -> list[tuple[str, int]]:
-    """Names and sizes of the parts of a safetensors file, given its length field and header."""
+    """(name, size) of the parts of a safetensors file, from its length field and header."""
     header = json.loads(start[_LENGTH:])
     ranges = sorted((*entry["data_offsets"], name) for name, entry in header.items() if name != "__metadata__")
     return [(_HEADER, len(start))] + [(name, end - first) for first, end, name in ranges]

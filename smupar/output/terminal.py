@@ -55,8 +55,8 @@ def can_show(text: str, stream: TextIO) -> bool:
 
 
 def make_streams_safe() -> None:
-    """Makes standard output and error print a question mark for a character that their encoding lacks, instead of raising. If a
-    stream was closed when the process began, its output is dropped."""
+    """Lets standard output and error print a question mark for a character that their encoding lacks, where they would raise an
+    error. If a stream was closed when the process began, its output is dropped."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 (open until the process ends)

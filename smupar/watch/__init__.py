@@ -1,8 +1,8 @@
 """`smupar watch`: a local page for running and finished studies, runs, checks, reproductions and traces.
 
 `sources` finds what folders hold, and makes a document of each source (`output/page`); `runs` reads runs that belong to no
-study; `server` serves the page and its JSON. Watching only reads. So any number of watchers can watch one folder, also from
-other machines, while a study writes into it. This package does not load torch.
+study; `server` serves the page and its JSON. Watching only reads. So any number of watchers can watch the same folder while a
+study writes into it, even from other machines. This package does not load torch.
 
 GET /                                       the page
 GET /state.json                             all entries: key, title, headline, folder, is_live, version

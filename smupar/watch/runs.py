@@ -1,4 +1,4 @@
-"""The document of runs that were trained by `smupar train`: their loss curves, progress and traces."""
+"""The document of runs that `smupar train` trained: their loss curves, progress and traces."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _QUIET_SECONDS = 180.0  # a run that has written nothing for this long is not ru
 
 
 class Runs:
-    """Single runs in one folder, or one run."""
+    """The runs in a folder that belong to no study."""
 
     def __init__(self, folder: Path, runs: Sequence[Path]) -> None:
         self.folder, self.runs = folder, {path.name: path for path in runs}

@@ -37,7 +37,7 @@ _TYPES = {
     ".png": "image/png",
     ".txt": "text/plain; charset=utf-8",
 }
-_NUM_PORTS = 20  # ports that are tried, from the usual one on
+_NUM_PORTS = 20  # number of ports that are tried, from the usual port on
 _MOST_CURVES, _MOST_POINTS = 100, 400
 _HEADERS = {
     "Cache-Control": "no-store",
@@ -55,8 +55,8 @@ class NotFoundError(Exception):
 
 @contextlib.contextmanager
 def serving(folders: Sequence[str | Path], *, host: str = "127.0.0.1", port: int | None = None) -> Iterator[WatchServer]:
-    """A server for these folders, bound to host and port. Without a port, it takes the first free one from ``USUAL_PORT`` on.
-    Call its ``serve_forever``."""
+    """A context with a server for these folders, bound to host and port. Without a port, it takes the first free port from
+    ``USUAL_PORT`` on. Call its ``serve_forever``."""
     watched = Watched(folders)
     with _bound(watched, host, port) as server:
         yield server
@@ -186,7 +186,7 @@ def _waiting(folder: Path) -> str:
 
 
 def _line(entry: Entry) -> dict[str, Any]:
-    """What the list and the overview say about an entry: when it last changed, and how many of its runs have ended."""
+    """What the list and the overview show of an entry: its brief, when it last changed, and how many of its runs have ended."""
     brief = entry.brief()
     progress = entry.document()["progress"] if brief["version"] else None
     kept = {name: progress[name] for name in ("done", "total", "seconds_left")} if progress else None
@@ -266,11 +266,11 @@ def watch(folders: Sequence[str | Path], *, host: str, port: int | None, say: Ca
 
 
 def _read_ahead(watched: Watched) -> None:
-    """Makes every document once, so that the first request finds it ready. The garbage collector is off meanwhile: reading
-    thousands of runs then takes two thirds of the time."""
+    """Makes every document once, so that it is ready for the first request. The garbage collector is off meanwhile, so that
+    reading thousands of runs takes two thirds of the time."""
     gc.disable()
     for entry in watched.entries().values():
         with contextlib.suppress(*UNREADABLE):  # the page will show the error
             entry.document()
-    gc.freeze()  # the garbage collector need not look at what was read
+    gc.freeze()  # from now on the garbage collector skips what was read
     gc.enable()

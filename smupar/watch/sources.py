@@ -20,11 +20,12 @@ from smupar.updates.page import read_trace, trace_document
 from smupar.watch.runs import Runs
 
 _DEPTH = 4  # levels of folders that are searched below the named ones
-_LOOK_SECONDS = 5.0  # between searches for new sources
-_COST = 30.0  # a document is made again after this many times its own making time at the earliest
+_SEARCH_SECONDS = 5.0  # seconds between searches for new sources
+# After a document was made, which took t seconds, it is not made again for _COST t seconds, but at most for _LONGEST_WAIT
+# seconds, so that a finished run shows within five.
+_COST, _LONGEST_WAIT = 30.0, 2.5
 # The errors that damaged or half-written files may raise.
 UNREADABLE = (ValueError, OSError, RecursionError, *WRONG_TYPES)
-_LONGEST_WAIT = 2.5  # seconds until a document may be made again, so that a finished run shows within five
 _PAGES = ("report.html", "check.html")
 
 
@@ -115,7 +116,7 @@ class Entry:
         self._next = 0.0
 
     def document(self) -> dict[str, Any]:
-        """The document with its version. If files are half written, the last document that could be made."""
+        """The document with its version. While files are half written, this is the last document that could be made."""
         with self.lock:
             try:
                 if self._made is None or time.monotonic() >= self._next:
@@ -127,7 +128,7 @@ class Entry:
             return {**self._made[1], "version": self._made[2]}
 
     def brief(self) -> dict[str, Any]:
-        """Its line in the list. Until the document has been made, the line has only the folder."""
+        """The entry's line in the list. Until its document has been made, the line has only the folder."""
         if self._made is None:
             return {"key": self.key, "title": "", "headline": "", "folder": str(self.folder), "is_live": False, "version": ""}
         document = self.document()
@@ -140,13 +141,13 @@ class Entry:
         start = time.process_time()
         document = self.source.document()
         self._next = time.monotonic() + min(_COST * (time.process_time() - start), _LONGEST_WAIT)
-        seen = {name: value for name, value in document.items() if name != "made"}
-        self._made = state, document, hashlib.sha256(json.dumps(seen).encode()).hexdigest()[:12]
+        content = {name: value for name, value in document.items() if name != "made"}
+        self._made = state, document, hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 
 class Watched:
-    """All sources below some folders, with new ones as they appear. A folder may itself appear later: the study that makes it
-    may have been started at the same time."""
+    """All sources below some folders, with new sources as they appear. The folders themselves may appear later, for example if
+    the study that makes them was started at the same time."""
 
     def __init__(self, folders: Sequence[str | Path]) -> None:
         self.folders = [Path(folder) for folder in folders]
@@ -156,11 +157,11 @@ class Watched:
                 f"{_existing(folder)} is not a folder: name the folder of a study, a run, a check or a reproduction",
             )
         self._entries: dict[str, Entry] = {}
-        self._looked = -_LOOK_SECONDS
+        self._searched = -_SEARCH_SECONDS
         self._lock = threading.Lock()
         for folder in self.folders:
             refuse(
-                folder.exists() and not any(_found(folder)),
+                folder.exists() and not any(_sources_in(folder)),
                 f"{folder} holds no study, run, check, reproduction or trace: name the folder of one, or a folder above it",
             )
 
@@ -170,21 +171,21 @@ class Watched:
         return [folder for folder in self.folders if not folder.exists()]
 
     def entries(self) -> dict[str, Entry]:
-        """All entries by key. While there are none, it searches every time."""
+        """All entries by key. While there are none, every call searches for sources."""
         with self._lock:
-            if not self._entries or time.monotonic() - self._looked >= _LOOK_SECONDS:
-                self._look()
-                self._looked = time.monotonic()
+            if not self._entries or time.monotonic() - self._searched >= _SEARCH_SECONDS:
+                self._search()
+                self._searched = time.monotonic()
             return dict(self._entries)
 
-    def _look(self) -> None:
-        found: dict[str, Entry] = {}
+    def _search(self) -> None:
+        entries: dict[str, Entry] = {}
         for folder in self.folders:
-            for source, place, name in _found(folder) if folder.exists() else ():
+            for source, place, name in _sources_in(folder) if folder.exists() else ():
                 entry = Entry(source, place, name)
                 old = self._entries.get(entry.key)
-                found[entry.key] = old if old is not None and not _has_more_runs(old.source, source) else entry
-        self._entries = found
+                entries[entry.key] = old if old is not None and not _has_other_runs(old.source, source) else entry
+        self._entries = entries
 
 
 def _existing(folder: Path) -> Path:
@@ -192,12 +193,12 @@ def _existing(folder: Path) -> Path:
     return next(path for path in (folder, *folder.absolute().parents) if path.exists())
 
 
-def _has_more_runs(old: Source, new: Source) -> bool:
+def _has_other_runs(old: Source, new: Source) -> bool:
     return isinstance(old, Runs) and isinstance(new, Runs) and old.runs.keys() != new.runs.keys()
 
 
-def _found(folder: Path, depth: int = _DEPTH) -> Iterator[tuple[Source, Path, str]]:
-    """Sources in a folder and below it, each with its folder and name. Folders inside a study are not searched."""
+def _sources_in(folder: Path, depth: int = _DEPTH) -> Iterator[tuple[Source, Path, str]]:
+    """The sources in a folder and below it, each with its folder and name. Folders inside a study or run are not searched."""
     if (folder / "study.json").exists():
         yield StudySource(folder), folder, f"study {folder}"
         return
@@ -222,6 +223,6 @@ def _below(folder: Path, depth: int) -> Iterator[tuple[Source, Path, str]]:
         if (path / "config.json").exists() and (path / "metrics.jsonl").exists() and not (path / "study.json").exists():
             runs.append(path)
         else:
-            yield from _found(path, depth - 1)
+            yield from _sources_in(path, depth - 1)
     if runs:
         yield Runs(folder, runs), folder, f"runs {folder}"

@@ -6,8 +6,8 @@ make documents. The template draws all of them, so there is one look, one set of
 and downloads.
 
 A page contains everything: documents, style, script and the plotting library (plotly.js, MIT, in assets). So it opens from a
-disk, needs no network, and its content-security policy forbids requests. ``write_page`` writes such a file. `smupar watch`
-serves the same page without documents; it requests them from that server, and nothing else.
+disk and needs no network, and its content-security policy forbids requests. ``write_page`` writes such a file. `smupar watch`
+serves the same page without documents; the page requests them from that server, and nothing else.
 
 Texts of a document (names of runs, errors, paths) are data: they are escaped when the page is made, and the script puts them
 into text nodes only.
@@ -43,8 +43,8 @@ def page(documents: Sequence[Document], *, live: bool = False) -> str:
         "PLOTLY": _plotly(),
         "SCRIPT": f'"use strict";\nconst RULES = {_rules()};\n' + "".join(_asset(f"{name}.js") for name in _SCRIPTS),
     }
-    # One pass, so that text in a document is never taken for a placeholder.
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("page.html"))
+    # All placeholders are replaced in one pass, so that text in a document is never taken for a placeholder.
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _asset("page.html"))
 
 
 def write_page(path: Path, document: Document) -> None:

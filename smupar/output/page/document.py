@@ -12,8 +12,8 @@ Tone = Literal["good", "bad", "unclear", "plain"]
 
 class ChartPoint(TypedDict):
     x: float
-    y: float | None  # None if it is unknown or diverged
-    runs: list[str]  # ids of the runs behind the point; the page links to their rows
+    y: float | None  # None if it is not known yet, or if the run diverged
+    runs: list[str]  # ids of the runs of this point; the page links to their rows
     spread: NotRequired[list[float]]  # each seed's value, if y is a mean over seeds
     text: NotRequired[str]
 
@@ -21,8 +21,8 @@ class ChartPoint(TypedDict):
 class Optimum(TypedDict):
     x: float
     y: float
-    smooth: float  # x of the minimum between points; x itself at the edge
-    low: float | None  # the optimum lies between low and high; None if it may lie beyond the grid
+    smooth: float  # x of the minimum of a curve through the points; the point's own x at the edge of the grid
+    low: float | None  # the optimum lies between low and high, each None if it may lie beyond the grid
     high: float | None
     is_final: bool  # False until all runs that may move it have ended
 
@@ -47,7 +47,7 @@ class Chart(TypedDict):
     lines: list[ChartLine]
     marked: NotRequired[tuple[float, str]]  # x of a vertical line, and its label
     falls: NotRequired[bool]  # whether x falls from left to right
-    whole_y: NotRequired[bool]  # whether all values are shown, or only those near the best
+    whole_y: NotRequired[bool]  # whether the y axis covers all values; if not, it covers those near the best
     group: NotRequired[str]  # charts of one group share their y axis
 
 
@@ -67,7 +67,7 @@ class PageTable(TypedDict):
     columns: list[str]
     rows: list[list[Any]]  # if "id" and "state" are among the columns, rows are runs
     varied: list[str]  # the columns in which rows differ, most important first
-    numeric: list[str]  # those of them that are numbers, for the x axis of a chart
+    numeric: list[str]  # the columns in ``varied`` that hold numbers, for the x axis of a chart
 
 
 class Worker(TypedDict):
@@ -103,7 +103,7 @@ class Document(TypedDict):
     table: PageTable | None
     progress: PageProgress | None
     curves: dict[str, list[list[float | None]]]  # run id -> rows of step, loss, and validation loss where it was measured
-    command: str  # makes this, or continues it
+    command: str  # the command that makes or continues what is shown; "" for none
     folder: str
     details: list[tuple[str, str]]  # title and plain text of each folded section
     is_live: bool  # whether the document may still change

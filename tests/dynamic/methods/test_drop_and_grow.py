@@ -201,7 +201,7 @@ def test_rigl_leaves_layers_alone_that_had_no_part_in_the_step():
         model(torch.randn(16, 8), 1).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        with pytest.warns(smupar.PlanWarning, match="their masks stay: experts.0.weight") if step else nullcontext():
+        with pytest.warns(smupar.PlanWarning, match="keep their masks: experts.0.weight") if step else nullcontext():
             rigl.step()
     assert torch.equal(before[0], model.experts[0].weight_mask)
     assert not torch.equal(before[1], model.experts[1].weight_mask)

@@ -140,7 +140,7 @@ def test_what_is_not_a_plain_file_of_ours_is_not_run(cached, tmp_path, kind):
 def test_folder_that_others_can_write_is_not_used(places, cached, mode):
     cached.parent.chmod(mode)
     (said,) = load()
-    assert f"other users can write to {cached.parent}, delete it" in said
+    assert f"other users can write to {cached.parent}; delete it" in said
     assert list(places[1].iterdir()) == []
 
 

@@ -1,5 +1,6 @@
-// Charts: lines over a swept value. Finished points are filled; points that wait are hollow and lie at the bottom; those that are
-// being trained are hollow, at their loss so far; diverged ones are crosses at the top. A star marks the best, a bar its interval.
+// Charts: lines over a swept value. Finished points are filled. Points of runs that wait are hollow, at the bottom; points of runs
+// that train are hollow, at their loss so far; points of diverged runs are crosses at the top. A star marks the best point, and a
+// bar its interval.
 
 const CONFIG = { displaylogo: false, responsive: true, displayModeBar: false, doubleClick: "reset", showTips: false, scrollZoom: false, plotlyServerURL: "" };
 
@@ -22,7 +23,7 @@ function pointOf(point, line, chart, runs) {
   return { state, y, x: point.x, runs: point.runs, text: [head, at, value + many, point.text || "", ids].filter(Boolean).map(plain).join("<br>") };
 }
 
-/** The range of y that charts of a group share: from the best to a bit above what is still of interest. */
+/** The range of y that charts of a group share, from the best value to a bit above the last value of interest. */
 function yRange(charts, runs, isVisible, logY) {
   const known = (charts) => charts.flatMap((chart) => chart.lines.flatMap((line) => line.points.filter(isVisible).map((point) => point.y)));
   const soFar = () => [...runs.values()].map((row) => row.loss ?? null);
@@ -101,7 +102,7 @@ function tracesOf(line, chart, index, context) {
   return traces;
 }
 
-/** With hundreds of points, all stars are one trace: plotly takes its time for each trace. */
+/** With hundreds of points, all stars are one trace, because plotly needs time for each trace. */
 function withJoinedStars(traces) {
   const stars = traces.filter((trace) => trace.isStar), join = (part) => stars.flatMap(part), of = (name) => join((star) => star.marker[name]);
   if (stars.length < 2) return traces;
@@ -109,7 +110,7 @@ function withJoinedStars(traces) {
   return [...traces.filter((trace) => !trace.isStar), { ...stars[0], x: join((star) => star.x), y: join((star) => star.y), customdata: join((star) => star.customdata), text: join((star) => star.text), marker }];
 }
 
-// Above the curves there is a row for each: its optimum, the runs between which that lies, and its octaves from the reference.
+// Above the curves, each curve has a row with its optimum, the runs between which this lies, and its octaves from the reference.
 const ROW = 21, MOST_OPTIMA = 12;
 
 const hasRows = (chart, logX) => logX && chart.lines.length > 1 && chart.lines.length <= MOST_OPTIMA && chart.lines.every((line) => line.is_joined && !line.rule) && (Boolean(chart.marked) || chart.lines.some((line) => line.best));
@@ -191,7 +192,7 @@ function walked(event, plot) {
     event.preventDefault();
   } else if (event.key === "Enter" && plot.place !== undefined) {
     const place = places[plot.place], ids = (plot.data[place.curveNumber].customdata || [])[place.pointNumber];
-    if (ids && ids.length) { event.preventDefault(); plot.opens(ids); } // or Enter would press what is focused next
+    if (ids && ids.length) { event.preventDefault(); plot.opens(ids); } // without this, Enter would also press what is focused next
   } else if (event.key === "Escape") { Plotly.Fx.unhover(plot); plot.place = undefined; }
 }
 
@@ -207,12 +208,12 @@ function drawn(plot, traces, made, opens) {
   });
 }
 
-/** The first line with each label, and its index: unlike runs of one label have a line each. */
+/** The lines to list in a legend, each with its index: the first of each label, and all lines that know their place. */
 function firstOfEach(lines) {
   return lines.map((line, index) => [line, index]).filter(([line, index]) => line.place === undefined || lines.findIndex((other) => other.label === line.label) === index);
 }
 
-/** Draws charts into a grid; ``others`` are those of a document to compare with. Returns the legend that all share, if they do. */
+/** Draws charts into a grid; ``others`` are the charts of a document to compare with. Returns the legend if all charts share one. */
 function drawCharts(grid, charts, others, context, frames) {
   // All frames are in place before the first is drawn, so that each has its final width.
   const used = charts.map((chart, number) => frameOf(`${chart.title.split(":")[0]}|${chart.x_label}|${number}`, frames));

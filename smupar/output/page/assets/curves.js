@@ -7,7 +7,7 @@ function chosenRuns(rows) {
   return rows.filter((row) => row.state !== "waiting").sort((a, b) => order[a.state] - order[b.state] || (a.loss ?? Infinity) - (b.loss ?? Infinity)).slice(0, MOST_CURVES);
 }
 
-/** Losses without the noise of single batches, which all runs share: a running mean, as of Adam's moments. */
+/** Losses without most of the noise of single batches: a running mean with bias correction, as for Adam's moments. */
 function smoothed(losses) {
   let sum = 0, weight = 0;
   return losses.map((loss) => { sum = 0.8 * sum + loss; weight = 0.8 * weight + 1; return sum / weight; });

@@ -1,11 +1,11 @@
-// What readers choose: filters by any field, colours by any field, another x axis. Charts are then made from the rows of the table.
+// Readers can choose filters and colours by any field, and another x axis. Charts are then made from the rows of the table.
 
 /** Fields by which runs can be told apart, with their values. */
 function fieldsOf(table) {
   return table.varied.map((name) => ({ name, values: [...new Set(table.records.map((row) => row[name]))].sort((a, b) => (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b)))) }));
 }
 
-/** Rows in groups that differ in none of these fields; those that have no other to be joined with are the last group. */
+/** Groups of rows that are equal in these fields. Rows that a line can join with no other row are the last group. */
 function alike(rows, fields, x) {
   const groups = new Map();
   for (const row of rows) {
@@ -22,7 +22,7 @@ function alike(rows, fields, x) {
  *  that differ in nothing but x and their seed, of which it shows the best. */
 function exploredCharts(rows, fields, { x, y, colour, panel }) {
   const inOrder = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b)));
-  const values = colour ? [...new Set(rows.map((row) => row[colour]))].sort(inOrder) : [0]; // of all charts, so that they share colours
+  const values = colour ? [...new Set(rows.map((row) => row[colour]))].sort(inOrder) : [0]; // values in all charts, so that charts share colours
   const groups = new Map();
   for (const row of rows) {
     const title = panel ? `${panel === "rule" ? "" : named(panel) + " "}${shown(row[panel])}` : named(y);

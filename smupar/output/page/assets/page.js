@@ -38,7 +38,8 @@ function answersOf(doc) {
   }));
 }
 
-/** What stands above the charts, and what below them: all of it once the runs are done; before, the command only if it goes on. */
+/** Progress, workers and command, above the charts or below: all below once the runs are done; before, counts are above, and so is
+    the command if nothing runs. */
 function progressOf(doc) {
   const p = doc.progress, counts = [], workers = [], command = [], isDone = !p || !p.total || p.done >= p.total;
   const idle = !isDone && !p.running && !p.stalled && !p.workers.some((worker) => worker.state === "running");

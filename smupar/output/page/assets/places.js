@@ -1,9 +1,9 @@
 // Where readers are: the overview of many sources, and addresses such as #runs/tune?colour=lr, which can be kept and shared.
 
-const OVERVIEW = "", MANY = 3; // from so many sources on, the page begins with an overview
+const OVERVIEW = "", MANY = 3; // from this many sources on, the page begins with an overview
 const MOST_TABS = 8;
 
-/** Those that run first, then the newest. */
+/** Sources in order: first those that run, then the newest. */
 const inOrder = (listed) => [...listed].sort((a, b) => b.is_live - a.is_live || (a.is_live ? a.folder.localeCompare(b.folder) : (b.changed ?? 0) - (a.changed ?? 0)));
 const firstShown = (listed) => (listed.length >= MANY ? OVERVIEW : inOrder(listed)[0].key);
 

@@ -1,4 +1,4 @@
-// Where documents come from: the page itself, or the server that the page came from. Nothing else is ever asked.
+// Where documents come from: the page itself, or the server that the page came from. No other server is ever asked.
 
 const EVERY = 2000; // milliseconds between questions to the server
 const RELOAD = 10000; // milliseconds after which a page without a server reads itself again, while its study runs
@@ -35,7 +35,7 @@ class ServedSource {
   async run(key, id) { return asked(`run.json?key=${encodeURIComponent(key)}&run=${encodeURIComponent(id)}`); }
 }
 
-/** The document inside another page, which a reader picked from a disk. */
+/** The document inside another page, which a reader picked from their disk. */
 async function documentOfFile(file) {
   const found = new DOMParser().parseFromString(await file.text(), "text/html").getElementById("data");
   if (!found) throw new Error("this file is no page of smupar: choose a report.html");
