@@ -5,5 +5,5 @@ policies      decide when masks move (``MoveSchedule``), which weights are kept 
 sparsifiers   carry a policy out: on one model, whose optimizers' steps they count (``Sparsifier``), or on a stack
 methods       the sparsifiers that users make: ``RigL``, ``SET``, ``GMP``, ``IMP``
 restart       restarts Adam's bias correction for grown weights
-at_init       masks made before training, by magnitude or SNIP
+at_init       masks made before training, by magnitude or SNIP; an init for neurons with different numbers of inputs
 """

@@ -37,7 +37,7 @@ class _DropsAndGrows(Sparsifier):
     ) -> None:
         """
         stop            last step at which masks may move; 3/4 of the run is a good choice
-        drop_fraction   the share of a layer's weights that the first move drops
+        drop_fraction   share of a layer's kept weights that the first move drops
         every, start    masks move after steps ``start``, ``start + every`` and so on
         decay           "cosine" and "linear" reduce drop_fraction to 0 until ``stop``; "constant" does not
         steps           length of the run; a ``stop`` after it is refused

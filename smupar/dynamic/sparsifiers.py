@@ -202,7 +202,7 @@ class Sparsifier(_AnySparsifier):
             self._refuse_scaled(goal.last)
 
     def _refuse_other_optimizers(self) -> None:
-        """Refuses optimizers that do not train all hidden weights of the model."""
+        """Refuses optimizers that lack a hidden weight of the model that is trained."""
         in_groups = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
         for name, weight in self._trained().items():
             refuse(

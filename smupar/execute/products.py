@@ -23,7 +23,7 @@ _LARGEST_BATCHED = 128 * 128  # up to this size of the weight, one batched produ
 def fast_products() -> contextlib.AbstractContextManager[object]:
     """A context in which linear layers multiply by oneDNN if that is faster. The backward passes of these products use it too.
     Compiled code is not changed."""
-    return _LinearMode() if _mkl_is_slow() and not torch.compiler.is_compiling() else contextlib.nullcontext()
+    return OneDNNMode() if _mkl_is_slow() and not torch.compiler.is_compiling() else contextlib.nullcontext()
 
 
 @cache
@@ -36,7 +36,7 @@ def _mkl_is_slow() -> bool:
     return info.exists() and "AuthenticAMD" in info.read_text(encoding="utf-8", errors="replace")
 
 
-class _LinearMode(TorchFunctionMode):
+class OneDNNMode(TorchFunctionMode):
     """While active, replaces ``F.linear``."""
 
     def __torch_function__(
@@ -53,7 +53,8 @@ class _LinearMode(TorchFunctionMode):
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:
-    """Whether a layer is multiplied in fp32 on a CPU. Subclasses of tensors, such as shards, multiply in their own way."""
+    """Whether to replace a product. It must be in fp32 on a CPU, and large if it is for a stack of models. Subclasses of
+    tensors, such as shards, multiply in their own way."""
     return (
         x.dtype == weight.dtype == torch.float32
         and x.device.type == "cpu"

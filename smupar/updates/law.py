@@ -29,7 +29,7 @@ class Law:
                         rates
     old       how much of the old average a measured step keeps, from 0 to 1
     every     steps between measurements, after the first 20
-    tokens    number of tokens on which updates are measured; for ``function`` rounded down to whole sequences
+    tokens    number of tokens on which updates are measured; ``function`` uses whole sequences, at least one
     held_out  whether these tokens come from the validation text, and not from the batch that made the update
     """
 

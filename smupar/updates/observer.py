@@ -232,8 +232,8 @@ def observe(model: nn.Module, plan: Plan, optimizer: Any, *, steps: int | None =
 
 
 class StackedObserver:
-    """Observes all models of a stack. At each step call ``before`` with the first part of its batch, and ``after`` with each
-    model's share of its peak learning rate. Both take the number of the step, from 0 on."""
+    """Observes all models of a stack. Call ``before`` before each step, with the first part of its batch, and ``after`` after
+    it, with the share of the peak learning rate that each model uses. Both take the number of the step, from 0 on."""
 
     def __init__(self, stack: Stack, plans: Sequence[Plan], steps: int | None = None) -> None:
         self.stack, self.last = stack, steps

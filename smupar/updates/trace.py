@@ -137,7 +137,7 @@ def same_moment(step: int, num_steps: int, other_num_steps: int) -> float:
     Updates have the largest effects in the first steps. This phase has the same number of steps in long and short runs, so
     first steps correspond by their number. The last step corresponds to the last, with a smooth transition in between.
     """
-    step = min(step, num_steps)  # steps after the end count as the end
+    step = min(step, num_steps)  # steps after the end count as the last step
     return step / (1 + step * (1 / other_num_steps - 1 / num_steps))
 
 

@@ -67,7 +67,7 @@ class Layers:
         return self.gradients.get(path, 1.0)
 
     def effect(self, path: str) -> float:
-        """The factor by which an update may change a module's output less than in the base, before the branch is divided."""
+        """How much an update may change a module's output, relative to the base, before the branch is divided."""
         return self.effects.get(path, 1.0)
 
 

@@ -1,9 +1,9 @@
 """Fits slopes of log2(size) against log2(width, density or depth), and judges whether they are small enough.
 
 A rule that works keeps sizes flat. Slopes are fitted for each seed and step; their mean over seeds has a 95 % confidence
-interval. The spread between seeds is pooled over places of one kind. Since places of one run are not independent, this counts
-as at most three times the seeds. Step 1 and the mean of all later steps decide, because single later steps are noisy,
-especially in gradients.
+interval. The spread between seeds is pooled over places of one kind. Since places of one run are not independent, at most three
+of them count as further degrees of freedom. Step 1 and the mean of all later steps decide, because single later steps are
+noisy, especially in gradients.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _fitted(readings: list[Reading], axis: str) -> list[tuple[Slope, list[float]
 
 
 def _slopes_by_seed(readings: list[Reading], axis: str) -> dict[Slope, dict[int, float]]:
-    """``Slope`` that is not fitted yet -> seed -> slope."""
+    """A ``Slope`` that is not fitted yet -> seed -> the fitted number."""
     others = [name for name in AXES if name != axis]
     points: dict[Slope, dict[int, list[tuple[float, float]]]] = defaultdict(lambda: defaultdict(list))
     for reading in readings:

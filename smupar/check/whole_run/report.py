@@ -21,7 +21,8 @@ from smupar.updates.observation import Observation
 @dataclass
 class RunReport(Report):
     """The result of ``coord_check`` with a horizon. ``drifts`` has the slopes of every quantity at every look, and
-    ``observations`` what was observed in each run. The verdict is "pass" or "fail", and only the sizes of updates count."""
+    ``observations`` what was observed in each run. The verdict is "pass" or "fail". It depends on the sizes of updates, and on
+    faults such as divergence."""
 
     observations: Mapping[Cell, Observation] = field(default_factory=dict)
     drifts: list[Drift] = field(init=False)

@@ -71,7 +71,7 @@ def readings_of(observed: Observation, cell: Cell, plan: Plan, layers: Layers = 
 
 def _expected(quantity: str, path: str, plan: Plan, layers: Layers) -> float:
     """The factor that the plan alone puts on a size. The layer that ends a branch is observed before its output is divided, so
-    the factor is in the gradients of the other layers inside the branch, but not in its own."""
+    the factor of the branch is in the gradients of the other layers inside the branch, but not in its own."""
     if quantity == GRAD_X:
         return plan.output_factor * (1.0 if path in dict(plan.branches) else layers.gradient(path))
     return layers.effect(path) if quantity == DY else 1.0

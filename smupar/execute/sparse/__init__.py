@@ -6,7 +6,7 @@ backends   the table of backends: which layers each can hold, and its kernel on 
 cpu        kernels for CPUs: our own, or torch's
 library    compiles our kernel for CPUs, ``kernel.cpp``, on first use and loads it
 gpu        code that the kernels for NVIDIA GPUs share, with ``bf16.cuh``
-tiles      backend "csr" on a GPU, for non-zeros anywhere, with ``tiles.cu``
+tiles      backend "csr" on a GPU, for any mask, with ``tiles.cu``
 semi       backend "2:4", with cuSPARSELt and ``semi.cu``
 cslt       calls cuSPARSELt
 block      backend "block", with the Triton kernels in ``block_kernels``

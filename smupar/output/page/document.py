@@ -21,7 +21,7 @@ class ChartPoint(TypedDict):
 class Optimum(TypedDict):
     x: float
     y: float
-    smooth: float  # x of the minimum of a curve through the points; the point's own x at the edge of the grid
+    smooth: float  # x of the vertex of a parabola through the best point and its neighbours; x itself at the edge
     low: float | None  # the optimum lies between low and high, each None if it may lie beyond the grid
     high: float | None
     is_final: bool  # False until all runs that may move it have ended

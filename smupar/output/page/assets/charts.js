@@ -208,7 +208,7 @@ function drawn(plot, traces, made, opens) {
   });
 }
 
-/** The lines to list in a legend, each with its index: the first of each label, and all lines that know their place. */
+/** Lines with their index. Of lines with a place, which may share a label, only the first of each label. */
 function firstOfEach(lines) {
   return lines.map((line, index) => [line, index]).filter(([line, index]) => line.place === undefined || lines.findIndex((other) => other.label === line.label) === index);
 }
