@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import smupar
+
 VOCAB = 11
 CLASSES = 5
 
@@ -31,6 +33,13 @@ class MLP(nn.Module):
         for number in range(self.num_hidden + 1):
             x = torch.tanh(self.get_submodule(f"fc{number + 1}")(x))
         return self.head(x)
+
+
+def parameterized_mlp(density=1.0, dtype=torch.float32, **settings):
+    """An MLP of width 64 with base 8, and its plan."""
+    torch.manual_seed(0)  # biases keep the values they were built with
+    model = MLP(64).to(dtype)
+    return model, smupar.parameterize(model, base=MLP(8), density=density, **settings)
 
 
 def sequential(width, num_hidden=1, *, num_in=8, num_out=4, bias=True):
@@ -75,6 +84,25 @@ class TokenNet(nn.Module):
         x = self.embedding(tokens)
         x = x + F.gelu(self.mix(self.norm(x)))
         return self.head(x + self.down(F.gelu(self.up(x))))
+
+
+class Residual(nn.Module):
+    """An embedding, ``blocks``, a norm and a readout."""
+
+    def __init__(self, width, blocks, *, vocab=VOCAB, bias=True):
+        super().__init__()
+        self.embedding = nn.Embedding(vocab, width)
+        self.blocks = nn.ModuleList(blocks)
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocab, bias=bias)
+
+    def embed(self, tokens):
+        return self.embedding(tokens)
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
 
 
 class Mixture(nn.Module):

@@ -16,26 +16,11 @@ from torch.nn.utils import parametrize
 import smupar
 from smupar.lm.config.run import ModelConfig
 from smupar.lm.model.gpt import GPT
+from tests.models import MLP, parameterized_mlp
 
 
-class MLP(nn.Module):
-    def __init__(self, width):
-        super().__init__()
-        self.fc1 = nn.Linear(8, width)
-        self.fc2 = nn.Linear(width, width)
-        self.head = nn.Linear(width, 4)
-
-    def features(self, x):
-        return torch.tanh(self.fc2(torch.tanh(self.fc1(x))))
-
-    def forward(self, x):
-        return self.head(self.features(x))
-
-
-def mlp(density=1 / 4, dtype=torch.float32, **settings):
-    torch.manual_seed(0)  # biases keep the values they were built with
-    model = MLP(64).to(dtype)
-    return model, smupar.parameterize(model, base=MLP(8), density=density, **settings)
+def mlp(density=1 / 4, *args, **settings):
+    return parameterized_mlp(density, *args, **settings)
 
 
 def data(dtype=torch.float32):
@@ -152,7 +137,8 @@ def test_mistake_04_logits_are_the_same_in_training_evaluation_and_generation():
         assert torch.equal(logits, in_training)
     torch.testing.assert_close(one_by_one, in_training.detach())
     # 1.5 / 8 on the product and not on the bias.
-    expected = F.linear(model.features(data()) * (1.5 / 8), model.head.weight, model.head.bias)
+    features = torch.tanh(model.fc2(torch.tanh(model.fc1(data()))))
+    expected = F.linear(features * (1.5 / 8), model.head.weight, model.head.bias)
     torch.testing.assert_close(in_training, expected)
 
 

@@ -14,7 +14,7 @@ def by_onednn():
     """The replacement, whatever the processor."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
-    with products._Linear():
+    with products.OneDNNMode():
         yield
 
 

@@ -1,23 +1,44 @@
-"""Kinds of damage to one file."""
+"""Kinds of damage to one file, and to a JSON value."""
 
 from __future__ import annotations
 
 import os
 import pickle
+from itertools import islice
+
+
+def flip_at(path, position, bit=0x40):
+    data = bytearray(path.read_bytes())
+    data[position] ^= bit
+    path.write_bytes(data)
 
 
 def flip(path, random):
     """One bit, anywhere."""
-    data = bytearray(path.read_bytes())
-    data[random.randrange(len(data))] ^= 1 << random.randrange(8)
-    path.write_bytes(data)
+    flip_at(path, random.randrange(path.stat().st_size), 1 << random.randrange(8))
 
 
 def flip_late(path, random):
     """One bit in the second half: of a safetensors file, in a tensor."""
-    data = bytearray(path.read_bytes())
-    data[random.randrange(len(data) // 2, len(data))] ^= 1 << random.randrange(8)
-    path.write_bytes(data)
+    size = path.stat().st_size
+    flip_at(path, random.randrange(size // 2, size), 1 << random.randrange(8))
+
+
+def places(value, most=None, path=()):
+    """The paths to all values inside a JSON value, or inside the first ``most`` items of each list and object."""
+    yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in islice(items, most):
+        yield from places(inner, most, (*path, key))
+
+
+def replaced(value, path, new):
+    """A JSON value with another value at this path."""
+    if not path:
+        return new
+    copy = dict(value) if isinstance(value, dict) else list(value)
+    copy[path[0]] = replaced(value[path[0]], path[1:], new)
+    return copy
 
 
 def cut(path, random):

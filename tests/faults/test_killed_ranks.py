@@ -3,14 +3,15 @@
 import os
 import random
 import signal
-import socket
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from smupar.cli.main import main
 from tests.faults.test_killed_runs import SHAPE, make_files
-from tests.lm.run.processes import PROCESSES, run_command
+from tests.lm.run.processes import start_ranks
 from tests.lm.run.runs import assert_same_run
 
 STEPS = 120
@@ -24,20 +25,8 @@ RUNS = {
 _PATIENCE = 5.0  # seconds after which a launcher kills the ranks that are left
 
 
-def _rank(rank, port, argv, log):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    run_command(argv, log)
-
-
 def start(command, logs):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [PROCESSES.Process(target=_rank, args=(number, port, command.split(), log)) for number, log in enumerate(logs)]
-    for process in ranks:
-        process.start()
-    return ranks
+    return start_ranks(partial(main, command.split()), logs)
 
 
 def finish(ranks, logs):

@@ -4,7 +4,6 @@
 follow.
 """
 
-import contextlib
 import itertools
 import multiprocessing
 import os
@@ -17,13 +16,13 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from smupar.cli.main import main
 from smupar.lm.run import loop
 from smupar.study import stack_training
 from smupar.study.stacks import recorded_divisions
 from smupar.study.store import Study
+from tests.lm.run.processes import quiet
 from tests.studies import ends_of, tables_of
 from tests.texts import words
 
@@ -50,9 +49,8 @@ def command(kind, engine, out):
 
 def _run(argv, log):
     """Runs a command in a process of its own, with states of stacks that are saved often."""
-    torch.set_num_threads(1)
     stack_training.SAVE_SECONDS, loop.LONGEST_LOOK = 0.3, 0.05
-    with log.open("a") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+    with quiet(log, "a"):
         main(argv)
 
 

@@ -22,6 +22,7 @@ from smupar.paper.publish import read_published, results
 from smupar.plan.plan import Plan
 from smupar.study.tune import doubts, read_hps
 from smupar.updates.trace import Trace, TraceReader
+from tests.faults.damage import places, replaced
 
 ROOT = Path(__file__).parents[2]
 
@@ -75,22 +76,6 @@ ANYTHING = st.recursive(
 )
 
 
-def places(value, path=()):
-    """The paths to all values inside a JSON value."""
-    yield path
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, inner in list(items)[:12]:
-        yield from places(inner, (*path, key))
-
-
-def replaced(value, path, new):
-    if not path:
-        return new
-    copy = dict(value) if isinstance(value, dict) else list(value)
-    copy[path[0]] = replaced(value[path[0]], path[1:], new)
-    return copy
-
-
 @pytest.mark.parametrize("name", READERS)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
@@ -105,7 +90,7 @@ def test_reader_of_json_refuses_by_name_or_reads(made, tmp_path, name, data):
     if kind in ("value", "field"):
         number = data.draw(st.integers(0, len(parsed) - 1))
         parsed[number].pop(SEAL, None)  # as if an older version had written it
-        path = data.draw(st.sampled_from(sorted(places(parsed[number]), key=str)))
+        path = data.draw(st.sampled_from(sorted(places(parsed[number], 12), key=str)))
         if kind == "value":
             parsed[number] = replaced(parsed[number], path, data.draw(ANYTHING))
         elif path and isinstance(parsed[number], dict):

@@ -11,19 +11,15 @@ from torch import nn
 import smupar
 from smupar.model.parameterize import mask_updates
 from smupar.model.seam import AFTER, BEFORE, optimizers, seam_of
+from tests.models import sequential
 
 HIDDEN = ("2.weight", "4.weight")
 
 
-def net(width):
-    layers = (nn.Linear(8, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU())
-    return nn.Sequential(*layers, nn.Linear(width, 4))
-
-
 def make(density=1 / 4, seed=0):
     torch.manual_seed(seed)
-    model = net(32)
-    return model, smupar.parameterize(model, base=net(16), density=density, seed=seed)
+    model = sequential(32, 2)
+    return model, smupar.parameterize(model, base=sequential(16, 2), density=density, seed=seed)
 
 
 class Spread(torch.optim.Optimizer):

@@ -10,6 +10,7 @@ from torch import nn
 
 import smupar
 from tests.models import MLP
+from tests.models import parameterized_mlp as mlp
 
 ADAM_FAMILY = [
     torch.optim.Adam,
@@ -45,12 +46,6 @@ class ConvNet(nn.Module):
         self.stem = nn.Conv2d(3, width, 3)
         self.conv = nn.Conv2d(width, width, 3)
         self.head = nn.Linear(width, 4)
-
-
-def mlp(density=1.0, dtype=torch.float32, **settings):
-    torch.manual_seed(0)  # biases keep the values they were built with
-    model = MLP(64).to(dtype)
-    return model, smupar.parameterize(model, base=MLP(8), density=density, **settings)
 
 
 def by_name(model, groups, key):

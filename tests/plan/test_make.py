@@ -226,17 +226,10 @@ def test_neuron_pattern_counts_weights_of_live_neurons():
     assert seen == []
 
 
-def test_warning_points_at_the_caller_of_make_plan():
-    model, base = on_meta(MLP, 256), on_meta(MLP, 64)
+@pytest.mark.parametrize("call", [smupar.make_plan, smupar.parameterize])
+def test_warning_points_at_the_caller(call):
     with pytest.warns(smupar.PlanWarning) as seen:
-        smupar.make_plan(model, base=base, density=1 / 32)
-    assert seen[0].filename == __file__
-
-
-def test_warning_points_at_the_caller_of_parameterize():
-    model, base = MLP(64), on_meta(MLP, 16)
-    with pytest.warns(smupar.PlanWarning) as seen:
-        smupar.parameterize(model, base=base, density=1 / 32)
+        call(MLP(64), base=on_meta(MLP, 16), density=1 / 32)
     assert seen[0].filename == __file__
 
 

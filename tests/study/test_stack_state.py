@@ -18,6 +18,7 @@ from smupar.study.stack_training import StudyProgress
 from smupar.study.stacks import recorded_divisions, remove_leftovers
 from smupar.study.store import Study
 from smupar.study.verify import verify
+from tests.faults.damage import flip_at
 from tests.studies import ends_of
 from tests.texts import words
 
@@ -243,9 +244,7 @@ def test_runs_that_nobody_asks_for_any_more_leave_the_others_as_they_are(tmp_pat
 
 
 def flip_a_byte(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 0x40
-    path.write_bytes(data)
+    flip_at(path, path.stat().st_size // 2)
 
 
 def drop_a_tensor(path):

@@ -12,6 +12,7 @@ from smupar.output.json_files import SEAL, DamagedFileError, write_sealed
 from smupar.study.report import definition_of, write_report
 from smupar.study.store import Study
 from smupar.study.tune import FORMAT, doubts, read_hps
+from tests.faults.damage import places, replaced
 from tests.texts import words
 
 RUN = ["--width", "32", "--depth", "1", "--head-dim", "16", "--base-width", "32", "--steps", "4", "--seq-len", "16"]
@@ -203,28 +204,12 @@ FUZZED = settings(
 )
 
 
-def paths_in(values, path=()):
-    """The path of every value in nested fields and lists."""
-    yield path
-    if isinstance(values, (dict, list)):
-        for key, value in values.items() if isinstance(values, dict) else enumerate(values):
-            yield from paths_in(value, (*path, key))
-
-
-def with_value(values, path, new):
-    if not path:
-        return new
-    copy = dict(values) if isinstance(values, dict) else list(values)
-    copy[path[0]] = with_value(values[path[0]], path[1:], new)
-    return copy
-
-
 @st.composite
 def damaged(draw, values):
     """Values of which one is replaced by anything; or other bytes."""
     if draw(st.booleans()):
-        path = draw(st.sampled_from(list(paths_in(values))))
-        return json.dumps(with_value(values, path, draw(VALUES))).encode()
+        path = draw(st.sampled_from(list(places(values))))
+        return json.dumps(replaced(values, path, draw(VALUES))).encode()
     text = json.dumps(values).encode()
     cut = draw(st.integers(0, len(text)))
     return text[:cut] + draw(st.binary(max_size=8)) + text[cut + draw(st.integers(0, 8)) :]

@@ -235,8 +235,9 @@ def test_parameter_added_after_parameterize_is_found(change):
 # Faults in the masks
 
 
-def test_mask_of_another_density_is_found():
-    model, plan = mlp()
+@pytest.mark.parametrize("pattern", ["random", "bernoulli"])
+def test_mask_of_another_density_is_found(pattern):
+    model, plan = mlp(pattern=pattern)
     with torch.no_grad():  # half of the mask goes, with its weights, so that nothing else is wrong
         model.fc2.weight_mask[::2] = False
         model.fc2.weight.mul_(model.fc2.weight_mask)
@@ -250,14 +251,6 @@ def test_one_weight_more_in_an_exact_mask_is_found():
     model, plan = mlp()
     model.fc3.weight_mask.view(-1)[model.fc3.weight_mask.view(-1).logical_not().nonzero()[0]] = True
     assert only_finding(model, plan).startswith("'fc3.weight': its mask keeps 0.500244 of the weights, the plan says 0.5")
-
-
-def test_bernoulli_mask_of_another_density_is_found():
-    model, plan = mlp(pattern="bernoulli")
-    with torch.no_grad():
-        model.fc2.weight_mask[::2] = False
-        model.fc2.weight.mul_(model.fc2.weight_mask)
-    assert only_finding(model, plan).startswith("'fc2.weight': its mask keeps 0.2")
 
 
 def test_other_mask_of_the_same_density_is_found():

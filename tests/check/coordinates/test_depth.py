@@ -13,6 +13,8 @@ from smupar.check.coordinates.depth import layers_of
 from smupar.check.coordinates.measure import DY, GRAD_X, GridPoint, Y
 from smupar.check.coordinates.report import Report
 from tests.check.coordinates.grid import reading, token_batches
+from tests.loops import loss_of
+from tests.models import Residual
 
 
 class Block(nn.Module):
@@ -28,29 +30,15 @@ class Block(nn.Module):
         return x + self.scaled(self.down(F.relu(self.up(self.norm2(x)))))
 
 
-class Net(nn.Module):
-    def __init__(self, width, depth, twice=False):
-        super().__init__()
-        self.embedding = nn.Embedding(11, width)
-        factor = 2 / depth if twice else 1.0  # not an attribute, which would be found
-        self.blocks = nn.ModuleList(Block(width, lambda branch: factor * branch) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 11)
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-def loss_of(model, batch):
-    return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+def net(width, depth, twice=False):
+    factor = 2 / depth if twice else 1.0  # not an attribute, which would be found
+    return Residual(width, (Block(width, lambda branch: factor * branch) for _ in range(depth)))
 
 
 ENDS = ["blocks.*.mix.2", "blocks.*.down"]
 
 
-def check(make=Net, *, branches=ENDS, **settings):
+def check(make=net, *, branches=ENDS, **settings):
     batches = token_batches(4, shape=(2, 8))
     settings = {"depths": (2, 8, 32), "widths": (64,), "steps": 3, "seeds": 3, "lr": 2**-6, "progress": False, **settings}
     return smupar.coord_check(make, loss_of, batches, base_width=32, branches=branches, **settings)
@@ -99,7 +87,7 @@ def test_branch_that_is_not_divided_is_named():
 
 
 def test_branches_that_are_divided_twice_are_found_by_their_gradients():
-    report = check(lambda width, depth: Net(width, depth, twice=True))
+    report = check(lambda width, depth: net(width, depth, twice=True))
     assert [each.cause for each in report.diagnoses if not each.is_caution] == ["branch twice"]
     (slope,) = {
         round(one.slope, 1) for one in report.slopes if (one.place, one.quantity, one.step) == ("blocks.1.up", GRAD_X, 1)
@@ -108,7 +96,7 @@ def test_branches_that_are_divided_twice_are_found_by_their_gradients():
 
 
 def test_what_is_learned_less_under_alpha_one_half_is_its_doing():
-    plan = smupar.make_plan(Net(64, 8), base=Net(32, 2), branches=ENDS, depth="depth-mup")
+    plan = smupar.make_plan(net(64, 8), base=net(32, 2), branches=ENDS, depth="depth-mup")
     found = reading(1.0, 1.0, place="blocks.0.down")
     readings = [replace(found, depth=x, step=step, rms=x**-0.5 if step > 1 else 1.0) for x in (2, 8, 32) for step in (1, 2, 3)]
     report = Report(readings, faults={}, plans={GridPoint("smupar", 64, 1.0, 32): plan})
@@ -119,7 +107,7 @@ def test_what_is_learned_less_under_alpha_one_half_is_its_doing():
 @pytest.mark.parametrize(("rule", "alpha"), [("completep", 1), ("depth-mup", 0.5)])
 def test_sizes_are_divided_by_the_plans_own_factors(rule, alpha):
     torch.manual_seed(0)
-    model, base = Net(64, 8), Net(32, 2)
+    model, base = net(64, 8), net(32, 2)
     plan = smupar.parameterize(model, base=base, branches=ENDS, depth=rule)
     batch = token_batches(1, shape=(2, 8))[0]
     layers = layers_of(model, base, plan, lambda: loss_of(model, batch))
@@ -162,4 +150,4 @@ def test_depths_that_make_no_check_are_refused(settings, message):
 
 def test_make_model_that_ignores_its_depth_is_refused():
     with pytest.raises(ValueError, match=r"make_model\(32, 4\) and make_model\(32, 2\) have the same shapes.*use its depth"):
-        check(lambda width, depth: Net(width, 2), depths=(2, 4))
+        check(lambda width, depth: net(width, 2), depths=(2, 4))

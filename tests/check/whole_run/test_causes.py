@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
+from tests.models import Residual
 
 STEPS, LR, VOCAB, SIZE = 400, 2**-5, 64, 128
 pytestmark = pytest.mark.slow
@@ -27,21 +28,14 @@ class Block(nn.Module):
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
 
-class Residual(nn.Module):
+class PairReader(Residual):
     """Three blocks, which read two tokens."""
 
     def __init__(self, width):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCAB, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(3))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCAB)
+        super().__init__(width, (Block(width) for _ in range(3)), vocab=VOCAB)
 
-    def forward(self, tokens):
-        x = self.embedding(tokens[:, 0]) + self.embedding(tokens[:, 1]).roll(1, -1)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+    def embed(self, tokens):
+        return self.embedding(tokens[:, 0]) + self.embedding(tokens[:, 1]).roll(1, -1)
 
 
 def batches():
@@ -63,7 +57,7 @@ def falling(optimizer, to=0.0):
 def check(**changes):
     settings = {"widths": [64], "densities": [1, 1 / 8], "lr": LR, "weight_decay": 0.2, "seeds": 1, "scheduler": falling}
     given = {"base_width": 32, "horizon": STEPS, "progress": False, **settings, **changes}
-    return smupar.coord_check(Residual, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batches(), **given)
+    return smupar.coord_check(PairReader, lambda model, batch: F.cross_entropy(model(batch[0]), batch[1]), batches(), **given)
 
 
 HEALTHY = [

@@ -2,7 +2,9 @@
 
 import contextlib
 import multiprocessing
+import os
 import resource
+import socket
 from pathlib import Path
 
 import torch
@@ -15,6 +17,45 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["smupar.lm.run.train", "smupar.cli.main"])
 
 
+@contextlib.contextmanager
+def quiet(log, mode="w"):
+    """One thread, and all that is printed goes to a file."""
+    torch.set_num_threads(1)
+    with log.open(mode) as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        yield
+
+
+def run_command(argv, log):
+    with quiet(log):
+        main(argv)
+
+
+def free_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def start_ranks(work, logs):
+    """Two ranks as torchrun would start them. Each calls ``work``, and prints to its log."""
+    port = free_port()
+    return [start_rank(work, rank, port, log) for rank, log in enumerate(logs)]
+
+
+def start_rank(work, rank, port, log):
+    process = PROCESSES.Process(target=_on_rank, args=(rank, port, work, log))
+    process.start()
+    return process
+
+
+def _on_rank(rank, port, work, log):
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.manual_seed(rank)  # each rank has a global RNG of its own
+    with quiet(log):
+        work()
+
+
 def in_process(config, how, limit=None):
     """Runs in a process of its own, quietly. A limit on the size of files stands for a full disk."""
     process = PROCESSES.Process(target=_run, args=(config, how, limit))
@@ -23,19 +64,11 @@ def in_process(config, how, limit=None):
 
 
 def _run(config, how, limit):
-    torch.set_num_threads(1)
     if limit is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    log = Path(how.out).with_suffix(".log")
-    with log.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+    with quiet(Path(how.out).with_suffix(".log")):
         try:
             train(config, how)
         except OSError as error:
             print("error:", error)
             raise SystemExit(2) from error
-
-
-def run_command(argv, log):
-    torch.set_num_threads(1)
-    with log.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-        main(argv)

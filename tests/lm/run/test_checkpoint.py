@@ -18,17 +18,12 @@ from smupar.lm.run.train import train
 from smupar.lm.use.load import load_run
 from smupar.output.json_files import read_object
 from smupar.output.sums import SUMS, UncheckedWarning
+from tests.faults.damage import flip_at
 from tests.lm.run.runs import HOW, assert_same_run, checkpoints, resumable, rows, tensors
 
 LAST = "checkpoints/step-00000027"
 MODEL = "model/model-00001-of-00001.safetensors"
 OPTIMIZER = "optimizer/model-00001-of-00001.safetensors"
-
-
-def flip(path, position, bit=0x40):
-    data = bytearray(path.read_bytes())
-    data[position] ^= bit
-    path.write_bytes(data)
 
 
 def place_of(path, name):
@@ -40,7 +35,7 @@ def place_of(path, name):
 
 def flip_in_tensor(path, name):
     """Flips a bit of the exponent of the first number."""
-    flip(path, place_of(path, name)[0] + 3)
+    flip_at(path, place_of(path, name)[0] + 3)
 
 
 def fill_mask(path, name, value):
@@ -58,14 +53,14 @@ DAMAGE = {
         lambda c: flip_in_tensor(c / OPTIMIZER, "norm.weight/exp_avg"),
         f"tensor norm.weight/exp_avg in {OPTIMIZER} does not match",
     ),
-    "the header": (lambda c: flip(c / MODEL, 20, 0x01), f"the header of {MODEL} does not match its checksum"),
+    "the header": (lambda c: flip_at(c / MODEL, 20, 0x01), f"the header of {MODEL} does not match its checksum"),
     "a mask of ones": (lambda c: fill_mask(c / MODEL, MASK, 1), f"tensor {MASK} in {MODEL} does not match"),
     "a mask of zeros": (lambda c: fill_mask(c / MODEL, MASK, 0), f"tensor {MASK} in {MODEL} does not match"),
     "no optimizer file": (lambda c: (c / OPTIMIZER).unlink(), f"{OPTIMIZER} is missing"),
     "no optimizer folder": (lambda c: shutil.rmtree(c / "optimizer"), f"{OPTIMIZER} is missing"),
     "cut off": (lambda c: (c / MODEL).write_bytes((c / MODEL).read_bytes()[:1000]), f"{MODEL} has 1000 bytes, expected"),
     "no checksums": (lambda c: (c / SUMS).unlink(), "sums.json cannot be read (No such file or directory)"),
-    "checksums": (lambda c: flip(c / SUMS, 60, 0x01), "sums.json is damaged (its content does not match its checksum)"),
+    "checksums": (lambda c: flip_at(c / SUMS, 60, 0x01), "sums.json is damaged (its content does not match its checksum)"),
     "no state": (lambda c: (c / "state.json").unlink(), "state.json cannot be read (No such file or directory)"),
     "empty state": (lambda c: (c / "state.json").write_text(""), "state.json is damaged (Expecting value"),
     "another state": (lambda c: (c / "state.json").write_text('{"step": 3}'), "state.json is not of this step"),

@@ -1,6 +1,5 @@
 """The training loop over two ranks."""
 
-import contextlib
 import os
 import signal
 import socket
@@ -8,42 +7,26 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
+from smupar.cli.main import main
 from smupar.lm.run.folder import read_summary
 from smupar.lm.run.train import train
-from tests.lm.run.processes import PROCESSES, run_command
+from tests.lm.run.processes import free_port, start_rank, start_ranks
 from tests.lm.run.runs import CURVE, assert_same_curve, checkpoints, resumable, rows
 
 
-def free_port():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 def two_ranks(config, how):
-    port = free_port()
-    ranks = [PROCESSES.Process(target=_rank, args=(rank, port, config, how)) for rank in range(2)]
-    for process in ranks:
-        process.start()
+    logs = [Path(f"{how.out}.{rank}.log") for rank in range(2)]
+    ranks = start_ranks(partial(train, config, how), logs)
     for process in ranks:
         process.join()
-    logs = [Path(f"{how.out}.{rank}.log").read_text() for rank in range(2)]
-    assert [process.exitcode for process in ranks] == [0, 0], logs
-    return logs
-
-
-def _rank(rank, port, config, how):
-    torch.set_num_threads(1)
-    torch.manual_seed(rank)  # each rank has a global RNG of its own
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with Path(f"{how.out}.{rank}.log").open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-        train(config, how)
+    texts = [log.read_text() for log in logs]
+    assert [process.exitcode for process in ranks] == [0, 0], texts
+    return texts
 
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp"])
@@ -96,17 +79,10 @@ def test_branches_are_divided_on_two_ranks_as_on_one(short, tmp_path, parallel):
     assert_same_curve(tmp_path / "two", tmp_path / "one", 1e-5)
 
 
-def _command_of_rank(rank, port, argv, log):
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    run_command(argv, log)
-
-
 def test_rank_that_waits_for_the_others_is_interrupted_at_once(config, tmp_path):
     argv = f"train --width 64 --depth 1 --base-width 32 --device cpu --data {config.data} --out {tmp_path}/run".split()
     port, log = free_port(), tmp_path / "log"
-    process = PROCESSES.Process(target=_command_of_rank, args=(0, port, argv, log))
-    process.start()
+    process = start_rank(partial(main, argv), 0, port, log)
     while not listens(port):  # from then on it waits for rank 1, which never comes
         assert process.exitcode is None, log.read_text()
         time.sleep(0.05)
@@ -127,11 +103,8 @@ def test_rank_that_loses_the_other_says_so_in_one_line(config, tmp_path):
     folder = tmp_path / "run"
     flags = "train --width 64 --depth 1 --base-width 32 --steps 100000 --seq-len 16 --batch-size 2 --device cpu "
     argv = f"{flags} --data {config.data} --out {folder}".split()
-    port = free_port()
     logs = [tmp_path / f"{rank}.log" for rank in range(2)]
-    ranks = [PROCESSES.Process(target=_command_of_rank, args=(rank, port, argv, logs[rank])) for rank in range(2)]
-    for process in ranks:
-        process.start()
+    ranks = start_ranks(partial(main, argv), logs)
     while not (folder / "metrics.jsonl").exists() or len(rows(folder)) < 2:
         assert all(process.exitcode is None for process in ranks), [log.read_text() for log in logs]
         time.sleep(0.05)

@@ -165,16 +165,19 @@ def test_learning_rates_are_those_of_the_plan(name):
     assert _group_of(optimizers, _hidden(model))["lr"] == pytest.approx(0.01 * expected)
 
 
-def test_betas_reach_every_group():
-    for name in ("adamw", "adam", "adamax", "nadam", "radam", "lion"):
-        _, _, optimizers = _made(optimizer=name, betas=(0.8, 0.7))
-        assert {tuple(group["betas"]) for group in optimizers[0].param_groups} == {(0.8, 0.7)}
+OPTIONS = {
+    "betas": ((0.8, 0.7), ("adamw", "adam", "adamax", "nadam", "radam", "lion")),
+    "eps": (1e-5, ("adamw", "adam", "adamax", "nadam", "radam", "rmsprop", "adagrad")),
+    "momentum": (0.5, ("sgd", "muon")),
+}
 
 
-def test_epsilon_reaches_every_group():
-    for name in ("adamw", "adam", "adamax", "nadam", "radam", "rmsprop", "adagrad"):
-        _, _, optimizers = _made(optimizer=name, eps=1e-5)
-        assert {group["eps"] for group in optimizers[0].param_groups} == {1e-5}
+@pytest.mark.parametrize("option", OPTIONS)
+def test_option_reaches_every_group(option):
+    value, names = OPTIONS[option]
+    for name in names:
+        _, _, optimizers = _made(optimizer=name, **{option: value})
+        assert {group[option] for group in optimizers[0].param_groups} == {value}
 
 
 def test_epsilon_reaches_the_second_optimizer():
@@ -187,12 +190,6 @@ def test_epsilon_shrinks_with_the_width_where_asked():
     model, _, optimizers = _made(eps=1e-5, eps_scaling="width")
     assert _group_of(optimizers, _hidden(model))["eps"] == pytest.approx(5e-6)
     assert _group_of(optimizers, model.embedding.weight)["eps"] == pytest.approx(5e-6)
-
-
-def test_momentum_reaches_sgd_and_muon():
-    for name in ("sgd", "muon"):
-        _, _, optimizers = _made(optimizer=name, momentum=0.5)
-        assert {group["momentum"] for group in optimizers[0].param_groups} == {0.5}
 
 
 @pytest.mark.parametrize(("decay", "hidden"), [("independent", 0.05), ("coupled", 0.1)])

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
+from tests.models import Residual
 
 TOKENS = torch.arange(12).reshape(2, 6)
 
@@ -78,22 +79,12 @@ class Raw(PreNorm):
         return x + torch.tanh(self.mix(self.norm(x)))
 
 
-class Net(nn.Module):
-    def __init__(self, kind, width, depth):
-        super().__init__()
-        self.embedding = nn.Embedding(12, width)
-        self.blocks = nn.ModuleList(kind(width, depth) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 12)
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+def net(kind, width, depth):
+    return Residual(width, (kind(width, depth) for _ in range(depth)), vocab=12)
 
 
 def plan_of(kind, **settings):
-    return smupar.make_plan(Net(kind, 32, 4), base=Net(kind, 16, 2), **{"example": TOKENS, **settings})
+    return smupar.make_plan(net(kind, 32, 4), base=net(kind, 16, 2), **{"example": TOKENS, **settings})
 
 
 KINDS = {
@@ -113,8 +104,8 @@ def test_example_shows_what_ends_a_branch(kind, ends):
 
 
 def test_equal_widths_need_no_delta_for_branches():
-    model, base = Net(PreNorm, 16, 4), Net(PreNorm, 16, 2)
-    plan = smupar.make_plan(model, base=base, delta=Net(PreNorm, 32, 2), example=TOKENS)
+    model, base = net(PreNorm, 16, 4), net(PreNorm, 16, 2)
+    plan = smupar.make_plan(model, base=base, delta=net(PreNorm, 32, 2), example=TOKENS)
     assert len(plan.branches) == 8
 
 
@@ -208,8 +199,8 @@ def test_own_factor_is_refused_beside_a_depth_rule():
 
 
 def test_own_factor_is_held_at_the_bases_depth():
-    model = Net(Scaled, 32, 4)
-    plan = smupar.parameterize(model, base=Net(Scaled, 16, 2), example=TOKENS, multipliers="base")
+    model = net(Scaled, 32, 4)
+    plan = smupar.parameterize(model, base=net(Scaled, 16, 2), example=TOKENS, multipliers="base")
     assert {block.factor for block in model.blocks} == {0.5}
     assert any("blocks.0.factor 0.353553 -> 0.5" in note.text for note in plan.notes)
     x = torch.randn(3, 32)
@@ -220,12 +211,12 @@ def test_own_factor_is_held_at_the_bases_depth():
 
 def test_own_init_for_the_depth_is_named():
     torch.manual_seed(0)
-    model = Net(PreNorm, 32, 8)
+    model = net(PreNorm, 32, 8)
     for block in model.blocks:
         for layer in (block.mix, block.mlp[0], block.mlp[2]):
             nn.init.normal_(layer.weight, std=0.02 / (4 if layer is block.mlp[2] else 1))  # 1 / sqrt(2 x 8)
-    plan = smupar.make_plan(model, base=Net(PreNorm, 16, 2), branches=["blocks.*.mlp.2"])
+    plan = smupar.make_plan(model, base=net(PreNorm, 16, 2), branches=["blocks.*.mlp.2"])
     (note,) = [note.text for note in plan.notes if note.kind == "own init"]
     assert note.startswith("'blocks.*.mlp.2' starts 0.2")
-    plain = smupar.make_plan(Net(PreNorm, 32, 8), base=Net(PreNorm, 16, 2), branches=["blocks.*.mlp.2"])
+    plain = smupar.make_plan(net(PreNorm, 32, 8), base=net(PreNorm, 16, 2), branches=["blocks.*.mlp.2"])
     assert [note for note in plain.notes if note.kind == "own init"] == []

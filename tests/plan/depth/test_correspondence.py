@@ -10,7 +10,7 @@ from torch import nn
 import smupar
 from smupar.plan.depth.correspondence import correspond
 from smupar.rules import DEPTH_RULES
-from tests.models import on_meta
+from tests.models import Residual, on_meta
 
 
 class Block(nn.Module):
@@ -33,28 +33,17 @@ class Gate(nn.Module):
         return x + torch.sigmoid(self.gate(x)) * x
 
 
-class Residual(nn.Module):
-    def __init__(self, width, depth, kinds=(Block,)):
-        super().__init__()
-        self.embedding = nn.Embedding(11, width)
-        self.blocks = nn.ModuleList(kinds[number % len(kinds)](width) for number in range(depth))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, 11)
-
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
+def residual(width, depth, kinds=(Block,)):
+    return Residual(width, (kinds[number % len(kinds)](width) for number in range(depth)))
 
 
 BRANCHES = ["blocks.*.down.0"]
 
 
 def plan_of(width, num_blocks, *, base_width=16, base_depth=2, kinds=(Block,), **settings):
-    base = on_meta(Residual, base_width, base_depth, kinds)
-    delta = on_meta(Residual, 2 * base_width, base_depth, kinds) if width == base_width else None
-    return smupar.make_plan(on_meta(Residual, width, num_blocks, kinds), base=base, delta=delta, **settings)
+    base = on_meta(residual, base_width, base_depth, kinds)
+    delta = on_meta(residual, 2 * base_width, base_depth, kinds) if width == base_width else None
+    return smupar.make_plan(on_meta(residual, width, num_blocks, kinds), base=base, delta=delta, **settings)
 
 
 # CompleteP, Table 1: LR, epsilon and decay of weights, norms and biases in blocks, and the factor on branches.
@@ -96,7 +85,7 @@ def test_equal_depth_changes_no_number():
 
 
 def test_layers_correspond_by_kind():
-    model, base = Residual(8, 8, (Block, Gate)), Residual(8, 4, (Block, Gate))
+    model, base = residual(8, 8, (Block, Gate)), residual(8, 4, (Block, Gate))
     names = correspond(model, base).names
     of_blocks = [names[f"blocks.{number}.norm.weight"] for number in (0, 2, 4, 6)]
     assert of_blocks == [f"blocks.{number}.norm.weight" for number in (0, 0, 2, 2)]
@@ -116,7 +105,7 @@ def test_blocks_between_single_layers_correspond():
 
 def test_encoder_and_decoder_have_multipliers_of_their_own():
     def make(encoder, decoder):
-        return nn.ModuleDict({"encoder": Residual(8, encoder), "decoder": Residual(8, decoder)})
+        return nn.ModuleDict({"encoder": residual(8, encoder), "decoder": residual(8, decoder)})
 
     depth = correspond(make(4, 6), make(2, 2))
     assert depth.lists == {"encoder.blocks": 2, "decoder.blocks": 3}
@@ -125,8 +114,8 @@ def test_encoder_and_decoder_have_multipliers_of_their_own():
 
 def test_model_divides_its_branches_bias_included():
     torch.manual_seed(0)
-    model = Residual(16, 4)
-    plan = smupar.parameterize(model, base=Residual(8, 2), branches=BRANCHES)
+    model = residual(16, 4)
+    plan = smupar.parameterize(model, base=residual(8, 2), branches=BRANCHES)
     for block in model.blocks:
         nn.init.normal_(block.down[0].bias)
     x = torch.randn(3, 16)
@@ -159,7 +148,7 @@ def test_attention_that_returns_a_tuple_has_its_first_output_divided():
         def forward(self, x):
             return x + self.attention(x)[0]
 
-    model, base = Residual(16, 4, (Layer,)), Residual(8, 2, (Layer,))
+    model, base = residual(16, 4, (Layer,)), residual(8, 2, (Layer,))
     smupar.parameterize(model, base=base, branches=["blocks.*.attention"])
     x = torch.randn(2, 16)
     output, weights = model.blocks[0].attention(x)
@@ -194,10 +183,10 @@ def test_depth_that_is_not_clear_is_refused_with_the_remedy(settings, message):
 
 
 def test_kinds_of_layers_in_another_order_are_refused():
-    model, base = Residual(64, 8, (Gate, Block)), Residual(16, 2, (Block, Gate))
+    model, base = residual(64, 8, (Gate, Block)), residual(16, 2, (Block, Gate))
     with pytest.raises(ValueError, match="has a Gate where base has a Block: build base with its kinds of layers in the same"):
         smupar.make_plan(model, base=base, branches=BRANCHES)
-    assert smupar.make_plan(model, base=Residual(16, 2, (Gate, Block)), branches=BRANCHES).branches
+    assert smupar.make_plan(model, base=residual(16, 2, (Gate, Block)), branches=BRANCHES).branches
 
 
 def test_question_proposes_the_last_layer_of_each_part():
@@ -214,7 +203,7 @@ def test_base_that_is_deeper_is_refused():
 
 def test_kinds_that_the_base_lacks_are_refused():
     with pytest.raises(ValueError, match=r"blocks\.1 is a Gate, and no layer of 'blocks' in base has its class"):
-        smupar.make_plan(Residual(16, 4, (Block, Gate)), base=Residual(8, 2), branches=BRANCHES)
+        smupar.make_plan(residual(16, 4, (Block, Gate)), base=residual(8, 2), branches=BRANCHES)
 
 
 def test_lists_of_single_layers_must_be_equally_long():

@@ -16,6 +16,7 @@ import smupar
 from smupar.plan.masks.allocations import allocate, as_density, er, erk, uniform
 from smupar.plan.masks.patterns import _exact_random, generator, parse_pattern
 from smupar.plan.settings import match_globs
+from tests.plan.nets import plan_mlp
 
 LINEAR = ((24, 32), (1,))
 TRANSPOSED = ((32, 24), (0,))  # Hugging Face's Conv1D: (in, out)
@@ -371,24 +372,9 @@ def test_exact_random_reaches_both_ends(num_kept):
 # Whole neurons
 
 
-class MLP(nn.Module):
-    """Two widths, so that one set of live neurons must serve both."""
-
-    def __init__(self, width):
-        super().__init__()
-        self.embed = nn.Linear(7, width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-        self.head = nn.Linear(width, 5)
-
-
-def mlp(width):
-    with torch.device("meta"):
-        return MLP(width)
-
-
 def neuron_masks(seed, density=3 / 8):
-    plan = smupar.make_plan(mlp(64), base=mlp(32), pattern="neuron", density=density, seed=seed)
+    """Layers have two widths, so that one set of live neurons must serve both."""
+    plan = plan_mlp(64, 32, expand=2, pattern="neuron", density=density, seed=seed)
     return plan, {row.name: plan.draw_mask(row.name) for row in plan}
 
 
@@ -399,10 +385,10 @@ def test_neuron_removes_rows_and_columns_of_the_same_neurons():
     assert plan.live_neurons == (24, 64)
     wide = live.repeat(2)
     assert torch.equal(masks["embed.weight"], live[:, None].expand(64, 7))
-    assert torch.equal(masks["up.weight"], wide[:, None] & live[None])
-    assert torch.equal(masks["up.bias"], wide)
-    assert torch.equal(masks["down.weight"], live[:, None] & wide[None])
-    assert torch.equal(masks["down.bias"], live)
+    assert torch.equal(masks["fc1.weight"], wide[:, None] & live[None])
+    assert torch.equal(masks["fc1.bias"], wide)
+    assert torch.equal(masks["fc2.weight"], live[:, None] & wide[None])
+    assert torch.equal(masks["fc2.bias"], live)
     assert torch.equal(masks["head.weight"], live[None].expand(5, 64))
     assert masks["head.bias"] is None
 

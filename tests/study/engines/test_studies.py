@@ -1,6 +1,5 @@
 """Studies: grids, the store, engines that agree, and the transfer verdict."""
 
-import contextlib
 import csv
 import json
 import math
@@ -29,6 +28,7 @@ from smupar.study.report import write_report
 from smupar.study.space import grid
 from smupar.study.store import Study
 from smupar.study.transfer import proposals
+from tests.lm.run.processes import quiet, run_command
 from tests.study.tiny import AXES, PROCESSES, TINY, TINY_FLAGS, run
 
 # Engines
@@ -137,23 +137,6 @@ def test_losses_of_a_stack_are_fetched_every_fifty_steps(tmp_path, monkeypatch):
     assert seen == [100, 100, 40, 0]
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_stack_that_a_signal_stops_says_what_is_kept(tmp_path, number, code):
-    folder, log = tmp_path / "study", tmp_path / "log"
-    argv = ["sweep", "lr=0.01,0.02", *TINY_FLAGS, "--width", "32", "--steps", "1000000", "--out", str(folder)]
-    process = PROCESSES.Process(target=_command, args=([*argv, "--engine", "stacked"], log))
-    process.start()
-    deadline = time.monotonic() + 60
-    while "2 runs, 0 of them done" not in (log.read_text() if log.exists() else ""):
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.01)
-    time.sleep(2)  # most likely it trains by now; what it says is the same if not
-    os.kill(process.pid, number)
-    process.join()
-    assert process.exitcode == code
-    assert "0 of 2 runs are done and kept. Start the same command again: runs that were interrupted continue" in log.read_text()
-
-
 # The store
 
 
@@ -190,8 +173,7 @@ def test_study_killed_at_random_moments_ends_with_the_same_table(serial, tmp_pat
 
 
 def _quietly(folder, log):
-    torch.set_num_threads(1)
-    with log.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+    with quiet(log):
         run(folder, "serial", list(grid(TINY, AXES)))
 
 
@@ -338,25 +320,21 @@ def test_default_values_of_a_transfer_can_be_added_to(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_study_that_is_ended_by_a_signal_says_what_is_kept(tmp_path, number, code):
+@pytest.mark.parametrize(("engine", "axis"), [("serial", "optimizer=nadam,radam"), ("stacked", "lr=0.01,0.02")])
+def test_study_that_is_ended_by_a_signal_says_what_is_kept(tmp_path, number, code, engine, axis):
     folder, log = tmp_path / "study", tmp_path / "log"
-    argv = ["sweep", "optimizer=nadam,radam", *TINY_FLAGS, "--width", "32", "--steps", "100000", "--out", str(folder)]
-    process = PROCESSES.Process(target=_command, args=(argv, log))
+    argv = ["sweep", axis, *TINY_FLAGS, "--width", "32", "--steps", "1000000", "--engine", engine, "--out", str(folder)]
+    process = PROCESSES.Process(target=run_command, args=(argv, log))
     process.start()
     deadline = time.monotonic() + 60
-    while not list(folder.glob("runs/*/metrics.jsonl")):
+    while "2 runs, 0 of them done" not in (log.read_text() if log.exists() else ""):
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.01)
+    time.sleep(2)  # most likely it trains by now; what it says is the same if not
     os.kill(process.pid, number)
     process.join()
     assert process.exitcode == code
-    assert "0 of 2 runs are done and kept" in log.read_text()
-
-
-def _command(argv, log):
-    torch.set_num_threads(1)
-    with log.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
-        main(argv)
+    assert "0 of 2 runs are done and kept. Start the same command again: runs that were interrupted continue" in log.read_text()
 
 
 @pytest.mark.parametrize("dynamic", ["rigl", "set", "gmp"])

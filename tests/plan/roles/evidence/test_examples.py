@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import smupar
-from tests.models import on_meta, sequential
+from tests.models import Residual, on_meta, sequential
 from tests.plan.roles.nets import LM, TOKENS, refusal, roles, suggested, widths
 
 IMAGES = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
@@ -600,21 +600,12 @@ def test_example_agrees_with_what_structure_decides(options):
     assert with_example.diff(without) == []
 
 
-class Deep(nn.Module):
-    def __init__(self, width, depth):
-        super().__init__()
-        self.table, self.head = nn.Embedding(40, width), nn.Linear(width, 40, bias=False)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(width), LowRank(width)) for _ in range(depth))
-
-    def forward(self, tokens):
-        x = self.table(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 def test_example_decides_roles_of_a_model_that_is_deeper_than_its_base():
-    plan = smupar.make_plan(Deep(64, 4), base=Deep(16, 2), example=TOKENS, depth="none")
+    def make(width, depth):
+        blocks = (nn.Sequential(nn.LayerNorm(width), LowRank(width)) for _ in range(depth))
+        return Residual(width, blocks, vocab=40, bias=False)
+
+    plan = smupar.make_plan(make(64, 4), base=make(16, 2), example=TOKENS, depth="none")
     assert {plan[f"blocks.{block}.1.down"].in_dims for block in range(4)} == {(0,)}
     assert widths(plan, "blocks.3.1.down", "blocks.3.1.up") == [(4, 1), (1, 4)]
     assert any("differ in depth" in str(note) for note in plan.notes)
