@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from smupar.check.coordinates.measure import JUDGED
 from smupar.check.coordinates.report import mean_sizes
-from smupar.check.coordinates.verdict import DRIFT, FAIL, PASS, Slope, decides
+from smupar.check.coordinates.verdict import FAIL, PASS, Slope, decides
 from smupar.output.page.document import Answer, Chart, ChartLine, Document, PageTable, Tone, finite, thinned
 from smupar.rules import get_rule
 
@@ -17,12 +17,13 @@ if TYPE_CHECKING:
 _NUM_STEPS = 4  # lines in a chart
 _TONES: dict[str, Tone] = {PASS: "good", FAIL: "bad"}
 _NAMES = {"Y": "outputs (Y)", "grad X": "gradients (grad X)", "dY": "change by one update (dY)"}
+_BASELINES = {"sp", "mup"}
 _COLUMNS = ("verdict", "rule", "axis", "at", "place", "quantity", "when", "slope", "half_interval")
 
 
 def check_document(report: Report, *, folder: str = "") -> Document:
     # Rules under test come first, then the baselines SP and muP.
-    rules = sorted(report.rules, key=lambda rule: rule in ("sp", "mup"))
+    rules = sorted(report.rules, key=lambda rule: rule in _BASELINES)
     reasons = {rule: _reasons(report, rule) for rule in rules}
     notes = dict.fromkeys(text for texts in reasons.values() for text in texts if text.startswith("note: "))
     reasons = {rule: [text for text in texts if text not in notes] for rule, texts in reasons.items()}
@@ -30,7 +31,7 @@ def check_document(report: Report, *, folder: str = "") -> Document:
     return {
         "kind": "check",
         "title": "Coordinate check",
-        "headline": _headline(report, rules),
+        "headline": "The check passes." if report.ok else "The check does not pass.",
         "sentence": " ".join(_sentence(reasons, text) for text in shared),
         "answers": [_answer(report, rule, [text for text in reasons[rule] if text not in shared]) for rule in rules],
         "charts": [
@@ -51,11 +52,6 @@ def check_document(report: Report, *, folder: str = "") -> Document:
         "is_live": False,
         "made": time.time(),
     }
-
-
-def _headline(report: Report, rules: list[str]) -> str:
-    words = {PASS: "passes", FAIL: "does not pass", DRIFT: "drifts"}
-    return "; ".join(f"{get_rule(rule).title} {words.get(report.verdicts[rule], 'needs more seeds')}" for rule in rules) + "."
 
 
 def _reasons(report: Report, rule: str) -> list[str]:
@@ -80,6 +76,8 @@ def _sentence(reasons: dict[str, list[str]], text: str) -> str:
 
 def _answer(report: Report, rule: str, reasons: list[str]) -> Answer:
     verdict, title = report.verdicts[rule], get_rule(rule).title
+    if rule in _BASELINES and not set(report.rules) <= _BASELINES:
+        reasons = [*reasons, "a baseline, which is not under test"]
     return {
         "name": title,
         "value": verdict.upper(),
@@ -106,8 +104,9 @@ def _chart(report: Report, axis: str, rule: str, quantity: str) -> Chart:
                 "best": None,
             }
         )
+    over = f" over {axis}" if len({slope.axis for slope in report.slopes}) > 1 else ""
     return {
-        "title": f"{title}: {_NAMES[quantity]} over {axis}",
+        "title": f"{title}: {_NAMES[quantity]}{over}",
         "rule": title,
         "x_label": axis,
         "y_label": f"{quantity} (RMS, hidden layers)",

@@ -31,7 +31,7 @@ function answersOf(doc) {
   return el("div", { class: "answers" }, doc.answers.map((answer) => {
     const address = answer.link ? addressOfLink(page.source.list(), doc.folder, answer.link, page.live) : null;
     const name = answer.name ? el(address ? "a" : "span", { class: "name", href: address }, answer.name) : null;
-    const card = el(answer.text ? "details" : "div", { class: "answer", open: Boolean(answer.text) && isWide }, el(answer.text ? "summary" : "div", { class: "finding" }, name, " ", el("span", { class: `value ${answer.tone}` }, answer.value)), el("div", { class: "text" }, answer.text));
+    const card = el(answer.text ? "details" : "div", { class: "answer", open: Boolean(answer.text) && (isWide || !answer.name) }, el(answer.text ? "summary" : "div", { class: "finding" }, name, " ", el("span", { class: `value ${answer.tone}` }, answer.value)), el("div", { class: "text" }, answer.text));
     const mark = ruleColour(answer.rule) || (answer.tone === "plain" ? null : css(`--${answer.tone}`));
     if (mark) card.style.setProperty("--mark", mark);
     return card;

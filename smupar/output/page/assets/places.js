@@ -85,7 +85,7 @@ function drawOverview() {
   const rowOf = (each, name) => {
     const p = each.progress, state = stateOf(each), words = { running: "running", waiting: "being read", stopped: "not finished", finished: "finished" }[state] + (p && p.total && p.done < p.total ? `, ${number(p.done)} of ${number(p.total)} runs` : "");
     const cells = {
-      name: el("a", { href: addressOf(listed, each.key, {}), id: `open-${each.key}`, title: each.folder }, name), state: el("span", { class: `state ${state}` }, words), result: [el("div", {}, each.headline), el("div", { class: "note" }, each.title)],
+      name: el("a", { href: addressOf(listed, each.key, {}), id: `open-${each.key}`, title: each.folder }, name), state: el("span", { class: `state ${state}` }, words), result: [el("div", {}, each.headline), el("div", { class: "note" }, each.title.replace(`${each.folder.split("/").at(-1)}: `, ""))],
       "time left": p && p.seconds_left ? `about ${span(p.seconds_left)}` : "", changed: each.changed ? new Date(1000 * each.changed).toLocaleString([], { dateStyle: "short", timeStyle: "short" }) : "",
     };
     return el("tr", {}, names.map((each) => el("td", { class: each === "result" ? "verdict" : "" }, cells[each])));
