@@ -69,10 +69,10 @@ class Neighbours:
         return any(other is not tensor and other.name not in self.asked and not other.is_output for other in same)
 
     def is_beside_norm(self, tensor: ParameterView) -> bool:
-        """Whether the module that contains this layer also contains a norm over as many values as the layer writes."""
+        """Whether the module that contains this layer also contains a norm over the fixed number of values that it writes."""
         inside = parent_path(tensor.path)
         near = [other for other in self.tensors if other.path != tensor.path and parent_path(other.path) == inside]
-        return any(other.layer.by_element and other.shape == (tensor.written_size,) for other in near)
+        return any(other.layer.by_element and other.shape == (tensor.written_size,) and not other.scaling for other in near)
 
     def is_bottleneck(self, tensor: ParameterView) -> bool:
         """Whether the fixed size that a weight reads or writes may be a bottleneck inside the network: one layer narrows to

@@ -262,6 +262,23 @@ def test_gates_and_heads_beside_a_norm_are_suggested_by_what_stands_beside_them(
     assert suggested(error) == {"gate.weight": "router", "last.weight": "hidden"}
 
 
+class NormedBefore(nn.Module):
+    """A readout of 16 outputs after a norm over the width."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.hidden = nn.Linear(6, width), nn.Linear(width, width)
+        self.norm, self.last = nn.LayerNorm(width), nn.Linear(width, 16)
+
+
+@pytest.mark.parametrize("width", [16, 64])
+def test_norm_over_the_width_says_nothing_about_as_many_outputs(width):
+    assert (
+        smupar.make_plan(NormedBefore(width), base=NormedBefore(16), delta=NormedBefore(32))["last.weight"].role
+        == "unembedding"
+    )
+
+
 class Bilinear(nn.Module):
     def __init__(self, width):
         super().__init__()
