@@ -18,7 +18,7 @@ from smupar.plan.roles.table import ASK, DOUBTS, ROLE_TABLE, Case
 
 DOCS = Path(__file__).parent
 END = "<!-- end of the table -->"
-# What stands in a table of roles for what a question names.
+# In the tables of roles, these words stand for the names that a question fills in.
 WORDS = {"owner": "module", "groups": "several", "size": "some", "use": "is used in an operation that smupar does not follow"}
 OPTIMIZER_COLUMNS = {
     "optimizer": "name",
@@ -37,7 +37,7 @@ OPTIMIZER_COLUMNS = {
 
 
 def pages() -> dict[Path, str]:
-    """Each page that is generated, or has generated tables, as it should be."""
+    """Maps each page that is generated, or has generated tables, to the text that it should have."""
     tables = {
         "optimizers.md": {"optimizers": optimizers()},
         "any_model.md": {"layers": layers(), "roles": cases(ROLE_TABLE), "doubts": cases(DOUBTS)},
@@ -62,14 +62,14 @@ def markdown(*rows: list[str]) -> str:
 
 
 def optimizers() -> str:
-    """The optimizers that have a rule."""
+    """A row for each optimizer that has a rule."""
     rows = ([getattr(OPTIMIZERS[name], fact) for fact in OPTIMIZER_COLUMNS.values()] for name in FAMILIES)
     words = ([("yes" if cell else "") if isinstance(cell, bool) else str(cell) for cell in row] for row in rows)
     return markdown(list(OPTIMIZER_COLUMNS), *words)
 
 
 def layers() -> str:
-    """The layers that tell what their weights do."""
+    """A row for each kind of layer that smupar knows."""
     rows = [["layer", "weights", "reads", "writes"]]
     for kind in LAYERS:
         if kind.weights:

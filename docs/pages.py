@@ -53,7 +53,7 @@ def notebook(path: Path) -> str:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """Material loads mermaid from elsewhere unless it is there already, so it comes before Material's script."""
+    """Puts mermaid before Material's script, which would otherwise load it from elsewhere."""
     up = "../" * page.url.count("/")
     output = output.replace(' data-md-component="source"', "")  # Material would ask GitHub how many stars there are
     if '<pre class="mermaid">' in output:
@@ -69,7 +69,7 @@ def _scripts(paths: list[str], up: str) -> str:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """In the repository links go to the files, here to their pages."""
+    """Turns links to files of the repository into links to their pages."""
     markdown = markdown.replace("](../examples/tour.ipynb)", "](tour.md)")
     return re.sub(r"\]\(\.\./examples/(\w+)\.py\)", r"](examples/\1.md)", markdown)
 

@@ -1,8 +1,8 @@
 """Runs of small models whose outcome is known, for predicting from the first tenth of a run whether a learning rate transfers.
 
-``python docs/prediction.py run`` trains what docs/lab/prediction.json.gz misses. ``python docs/prediction.py fit`` tells how
-often each predictor is right on the half on which its numbers were chosen, and ``judge`` on the half that was held out. Which
-settings are held out follows from their names, and was fixed before any of them was run.
+``python docs/prediction.py run`` trains the runs that docs/lab/prediction.json.gz lacks. ``python docs/prediction.py fit``
+prints how often each predictor is right on the half on which its numbers were chosen, and ``judge`` on the half that was held
+out. Which settings are held out follows from their names, and was fixed before any of them was run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROWS = DOCS / "lab" / "prediction.json.gz"
 STEPS, WIDTH, BASE, RATES = 400, 64, 32, tuple(range(-8, -2))  # log2 of the learning rates
 EARLY, WINDOW = STEPS // 10, 10  # losses are kept as means of so many steps
 QUANTITIES = ("Y", "dY", "weights", "alignment", "LR times decay")
-NEAR = 0.01  # a learning rate transfers if it costs no more than this share of the loss beside the best one
+NEAR = 0.01  # a learning rate transfers if its loss is at most this share above that of the best one
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,8 @@ class Pair:
 
     @property
     def predicted(self) -> bool:
-        """Whether the learning rate will transfer. Updates that do much more than the proxy's beside the layer's output are a
-        danger as far as decay does not make the weights forget them; decay that is far faster than the proxy's is one, too."""
+        """Whether the learning rate will transfer. It will not if updates, relative to the layer's output, are much larger than
+        the proxy's and decay does not make the weights forget them, or if decay is much faster than the proxy's."""
         forgotten = self.decay(self.proxy) * STEPS / 2  # a learning rate that falls to zero
         danger = (self.ratio("dY", _LOOK) - self.ratio("Y", _LOOK)) * math.exp(-forgotten)
         return danger < _LIMIT and self.decay(self.target) <= _COUPLED * max(self.decay(self.proxy), 1e-30)
@@ -186,7 +186,7 @@ class Pair:
 
     @property
     def by_loss(self) -> bool:
-        """The loss so far beside the proxy's."""
+        """The loss so far, compared with the proxy's."""
         target, proxy = (row["losses"][EARLY // WINDOW - 1] for row in (self.target, self.proxy))
         return target / proxy < _LOSS_LIMIT
 

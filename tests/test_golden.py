@@ -66,7 +66,7 @@ def test_older_checkpoint_goes_on_as_it_would_have(older, capsys, name):
     folder = older / name
     expected = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     golden.main(["train", "demo", *f"{TINY} {RUNS[name]} --log-every 1 --save-every 15 --out {name}".split()])
-    assert "going on from step 24 of 30" in capsys.readouterr().err
+    assert "continuing from step 24 of 30" in capsys.readouterr().err
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in found] == [row["step"] for row in expected]
     assert [row["loss"] for row in found] == pytest.approx([row["loss"] for row in expected], rel=1e-5)

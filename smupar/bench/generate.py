@@ -3,7 +3,7 @@
 All sides take turns in one process. Weights are random, and masks are smupar's. transformers' own ``generate`` runs a Llama
 with the same width, depth, heads and zeros, since it has no model like the built-in GPT. The floor is the time to read weights,
 indices, keys and values once per token at the speed of memory, or if that is longer, the time of two FLOPs per non-zero and
-text. Data that fits into the processor's last cache can be faster.
+text. A model that fits into the processor's last-level cache can be faster than the floor.
 """
 
 from __future__ import annotations
@@ -306,8 +306,8 @@ def _table(rows: list[Speed], machine: Machine, device: torch.device, repeats: i
     facts = ", ".join(f"{name} {value}" for name, value in _facts(device).items())
     head = (
         f"{facts}; memory {machine.copy_bytes / 1e9:.1f} GB/s, products {machine.product_flops / 1e9:.0f} GFLOP/s; {tokens} "
-        f"tokens after a prompt of {_PROMPT}, {repeats} rounds in turns; speed: against {_BASELINE}; CPU ms: of all threads, "
-        "for a token of every text, least of the rounds"
+        f"tokens after a prompt of {_PROMPT}, {repeats} rounds in turns; speed: against {_BASELINE}; CPU ms: all threads "
+        "together, for a token of every text, in the fastest round"
     )
     titles = (
         "density",

@@ -22,7 +22,7 @@ from smupar.output.terminal import columns, is_terminal, painted, wrapped
 _INDENT = "  "
 
 
-class Told(NamedTuple):
+class TextLine(NamedTuple):
     """A line for people. ``lead`` comes first, in the colour of the tone. Long lines are wrapped to the terminal."""
 
     text: str
@@ -34,20 +34,22 @@ class Told(NamedTuple):
 
 @dataclass(frozen=True)
 class Reply:
-    lines: Sequence[Told]
+    lines: Sequence[TextLine]
     values: Mapping[str, Any] | None = None  # for --json; None if this process has no answer, like a rank above 0
     code: int = 0  # the exit code
     pieces: Iterable[str] = ()  # text that is printed while it is made, instead of lines; in JSON it is "text"
 
 
-def table(text: str) -> list[Told]:
+def table(text: str) -> list[TextLine]:
     """The lines of an aligned table."""
-    return [Told(line, is_table=True) for line in text.splitlines()]
+    return [TextLine(line, is_table=True) for line in text.splitlines()]
 
 
-def cards(answers: Iterable[Answer]) -> list[Told]:
+def cards(answers: Iterable[Answer]) -> list[TextLine]:
     """A line for each card of a page: the result in the colour of its tone, then the reason."""
-    return [Told(" ".join(card["text"].split()), f"{card['name']} {card['value']}:".strip(), card["tone"]) for card in answers]
+    return [
+        TextLine(" ".join(card["text"].split()), f"{card['name']} {card['value']}:".strip(), card["tone"]) for card in answers
+    ]
 
 
 def show(answer: Reply, *, as_json: bool) -> None:
@@ -70,7 +72,7 @@ def show_json(answer: Reply) -> None:
     print(json.dumps(plain(values), indent=1, allow_nan=False))
 
 
-def _printed(line: Told) -> list[str]:
+def _printed(line: TextLine) -> list[str]:
     out, text = sys.stdout, printable_lines(line.text)
     first = line.indent + line.lead + (" " if line.lead and text else "")
     if line.is_table or not is_terminal(out):

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from smupar import rule_tables
-from smupar.cli.answers import Reply, Told, table
+from smupar.cli.answers import Reply, TextLine, table
 from smupar.cli.flags import Arg, Typed
 from smupar.cli.loading import loading
 from smupar.cli.resolve import Request, resolve, resolve_training
@@ -53,27 +53,28 @@ def rules(full: bool = False, markdown: bool = False) -> Reply:
     if markdown:
         return Reply(table(rule_tables.markdown()), values)
     if full:
-        return Reply([*table(aligned(rule_tables.table())), Told(""), *table(aligned(rule_tables.depth_table()))], values)
+        return Reply([*table(aligned(rule_tables.table())), TextLine(""), *table(aligned(rule_tables.depth_table()))], values)
     return Reply(_short_rules(), values)
 
 
-def _short_rules() -> list[Told]:
+def _short_rules() -> list[TextLine]:
     """Table 1 with a heading for each role, and what its letters mean."""
     header, rows = rule_tables.short_table()
     title, *lines = aligned([header, *(row for _, row in rows)]).splitlines()
-    told, last = [_in_role(title)], ""
+    text_lines, last = [_in_role(title)], ""
     for (role, _), line in zip(rows, lines, strict=True):
-        told += ([] if role == last else [Told("", role)]) + [_in_role(line)]
+        text_lines += ([] if role == last else [TextLine("", role)]) + [_in_role(line)]
         last = role
     meaning = (
-        "s^2: variance of the init; eta: learning rate; lambda: weight decay; m_in, m_out: inputs and outputs over the base "
-        "model's; m_rho: density over the base's. For Adam's family; --full has SGD, Muon, depth, ablations and sources."
+        "s^2: variance of the init; eta: learning rate; lambda: weight decay; m_in, m_out: number of inputs and outputs, "
+        "divided by the base model's; m_rho: density, divided by the base model's. For Adam's family; --full has SGD, Muon, "
+        "depth, ablations and sources."
     )
-    return [*told, Told(""), Told(meaning)]
+    return [*text_lines, TextLine(""), TextLine(meaning)]
 
 
-def _in_role(line: str) -> Told:
-    return Told(line, indent="  ", is_table=True)
+def _in_role(line: str) -> TextLine:
+    return TextLine(line, indent="  ", is_table=True)
 
 
 def generate(config: Annotated[Typed, GenerateConfig]) -> Reply:
@@ -103,10 +104,10 @@ def export(config: Annotated[Typed, ExportConfig]) -> Reply:
     if runs.is_of_transformers(chosen):
         from smupar.integrations import huggingface
 
-        said = huggingface.export(chosen.folder, chosen.out, dtype=chosen.dtype)
+        line = huggingface.export(chosen.folder, chosen.out, dtype=chosen.dtype)
     else:
-        said = runs.export(chosen)
-    return Reply([Told(said)], {"folder": chosen.folder, "out": chosen.out, "format": chosen.format, "dtype": chosen.dtype})
+        line = runs.export(chosen)
+    return Reply([TextLine(line)], {"folder": chosen.folder, "out": chosen.out, "format": chosen.format, "dtype": chosen.dtype})
 
 
 def check(config: Annotated[Typed, CheckConfig]) -> Reply:
@@ -129,24 +130,24 @@ def check(config: Annotated[Typed, CheckConfig]) -> Reply:
         "folder": chosen.out,
         "files": files,
     }
-    where = Told(", ".join([f"{chosen.out}/{files[0]}", *files[1:]]))
+    where = TextLine(", ".join([f"{chosen.out}/{files[0]}", *files[1:]]))
     return Reply([*_verdict_lines(report), where], values, code=0 if report.ok else 1)
 
 
-def _verdict_lines(report: Report) -> list[Told]:
+def _verdict_lines(report: Report) -> list[TextLine]:
     """The verdict of the rules under test with the reasons, then the verdicts of the baselines, whose reasons are on the
     page."""
     under_test = [rule for rule in report.rules if rule not in _BASELINES] or report.rules
-    lines = [Told("", "The check passes." if report.ok else "The check does not pass.", "good" if report.ok else "bad")]
+    lines = [TextLine("", "The check passes." if report.ok else "The check does not pass.", "good" if report.ok else "bad")]
     for rule in [*under_test, *(rule for rule in report.rules if rule not in under_test)]:
         verdict = report.verdicts[rule]
         first, *reasons = report.explain_rule(rule)
         is_tested = rule in under_test
         tone = _TONES.get(verdict, "unclear") if is_tested else "plain"
         text = first.replace(f": {verdict.upper()} over", " over", 1)
-        lines += [Told(text if is_tested else f"{text}, a baseline", verdict.upper(), tone)]
+        lines += [TextLine(text if is_tested else f"{text}, a baseline", verdict.upper(), tone)]
         if is_tested:
-            lines += [Told(reason.strip(), indent="      ") for reason in reasons]
+            lines += [TextLine(reason.strip(), indent="      ") for reason in reasons]
     return lines
 
 
@@ -183,10 +184,10 @@ def bench(
     with loading():
         from smupar.bench.models import BENCHES
 
-    said = BENCHES["storage" if storage else what](
+    text = BENCHES["storage" if storage else what](
         repeats=repeats, **{k: v for k, v in {"out": out, "device": device}.items() if v is not None}
     )
-    return Reply(table(said), {"bench": what, "repeats": repeats, "lines": said.splitlines()})
+    return Reply(table(text), {"bench": what, "repeats": repeats, "lines": text.splitlines()})
 
 
 def plan(preset: Preset = "demo", /, *, config: Run, hps: str | None = None, full: bool = False) -> Reply:
@@ -248,21 +249,21 @@ def train(
     return Reply(_ending(summary, run), {**asdict(summary), "config": asdict(run)}, code)
 
 
-def _ending(summary: Summary, config: RunConfig) -> list[Told]:
+def _ending(summary: Summary, config: RunConfig) -> list[TextLine]:
     if summary.status in ("interrupted", "terminated"):
         done = f"and saved at step {summary.steps} of {config.steps}: run the same command to resume"
-        return [Told(done, summary.status, "unclear")]
+        return [TextLine(done, summary.status, "unclear")]
     if summary.status == "diverged":
         text = (
             f"the loss became NaN or infinite at step {summary.steps}, base LR {config.lr:g}: lower --lr, or set --clip; the "
             f"run is recorded in {summary.folder}"
         )
-        return [Told(text, "diverged:", "bad")]
+        return [TextLine(text, "diverged:", "bad")]
     losses = f"train loss {summary.train_loss:.3f}, validation loss {summary.valid_loss:.3f}"
     return [
-        Told(f"{losses} nats per token, {summary.seconds:.0f} s"),
-        Told(f"rule {config.rule}, {summary.sparsity:.1%} sparsity, base LR {config.lr:g}"),
-        Told(f"sample from it: smupar generate {shlex.quote(summary.folder)}"),
+        TextLine(f"{losses} nats per token, {summary.seconds:.0f} s"),
+        TextLine(f"rule {config.rule}, {summary.sparsity:.1%} sparsity, base LR {config.lr:g}"),
+        TextLine(f"sample from it: smupar generate {shlex.quote(summary.folder)}"),
     ]
 
 

@@ -6,7 +6,7 @@ import shlex
 from dataclasses import asdict
 from typing import Annotated
 
-from smupar.cli.answers import Reply, Told
+from smupar.cli.answers import Reply, TextLine
 from smupar.cli.commands import Folder
 from smupar.cli.flags import Typed
 from smupar.cli.loading import loading
@@ -26,7 +26,7 @@ def prepare(config: Annotated[Typed, PrepareConfig]) -> Reply:
         from smupar.lm.data.prepare import prepare as make
 
     index = make(chosen)
-    said = (
+    line = (
         f"{index.num_tokens:,} tokens of {index.num_documents:,} documents ({index.tokenizer.name}, vocabulary "
         f"{index.tokenizer.vocab_size:,}) in {len(index.shards)} shard{'s' if len(index.shards) > 1 else ''}: "
         f"smupar train --data {shlex.quote(chosen.out)}"
@@ -38,7 +38,7 @@ def prepare(config: Annotated[Typed, PrepareConfig]) -> Reply:
         "shards": len(index.shards),
         "tokenizer": asdict(index.tokenizer),
     }
-    return Reply([Told(said)], values)
+    return Reply([TextLine(line)], values)
 
 
 def verify(folder: Folder) -> Reply:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated
 
-from smupar.cli.answers import Reply, Told
+from smupar.cli.answers import Reply, TextLine
 from smupar.cli.answers import table as aligned_lines
 from smupar.cli.commands import Folder
 from smupar.cli.flags import Typed
@@ -30,7 +30,7 @@ def evaluate(config: Annotated[Typed, EvalConfig]) -> Reply:
 
 
 def _tabulated(results: Results, out: str) -> Reply:
-    where = Told(f"{out}/results.json, table.md, table.csv")
+    where = TextLine(f"{out}/results.json, table.md, table.csv")
     return Reply([*aligned_lines(str(results)), where], {"folder": out, "results": results})
 
 
@@ -44,7 +44,7 @@ def requests(config: Annotated[Typed, TasksConfig], out: str = "requests.jsonl")
         from smupar.integrations.lm_eval import write_requests
 
     chosen = TasksConfig(**config)
-    return Reply([Told(write_requests(chosen, out))], {"out": out, "tasks": chosen.tasks})
+    return Reply([TextLine(write_requests(chosen, out))], {"out": out, "tasks": chosen.tasks})
 
 
 def score(
@@ -63,7 +63,7 @@ def score(
     with loading():
         from smupar.lm.use.score import score_file
 
-    return Reply([Told(score_file(folder, requests, out, ScoringConfig(**config)))], {"folder": folder, "out": out})
+    return Reply([TextLine(score_file(folder, requests, out, ScoringConfig(**config)))], {"folder": folder, "out": out})
 
 
 def table(

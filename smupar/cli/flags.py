@@ -1,8 +1,9 @@
 """Makes the flags of a command from its signature.
 
 A parameter of a plain type becomes one flag, described in the docstring's Args. A parameter annotated with a configuration,
-such as ``config: Annotated[Typed, RunConfig]``, becomes one flag for each field, also of nested configurations, described by
-the field's docstring; the command gets a dictionary of the typed fields. Help, completion and the parser all read these flags.
+such as ``config: Annotated[Typed, RunConfig]``, becomes one flag for each field, also of nested configurations. The field's
+docstring describes the flag, and the command gets a dictionary of the typed fields. Help, completion and the parser all read
+these flags.
 """
 
 from __future__ import annotations
@@ -166,10 +167,20 @@ def flags_of(command: Callable[..., Any], shown: Mapping[type, Any] | None = Non
         arg = next((extra for extra in extras if isinstance(extra, Arg)), Arg())
         default = parameter.default
         is_required = default is inspect.Parameter.empty
-        told = arg.default if arg.default is not None else "" if is_required else _words(default)
+        shown_default = arg.default if arg.default is not None else "" if is_required else _words(default)
         metavar = arg.metavar or _metavar(name, hint)
         found.append(
-            Flag(name, name, "", hint, sentences.get(name, ""), metavar, told, arg.positional, is_required and arg.positional)
+            Flag(
+                name,
+                name,
+                "",
+                hint,
+                sentences.get(name, ""),
+                metavar,
+                shown_default,
+                arg.positional,
+                is_required and arg.positional,
+            )
         )
     return found
 
@@ -186,8 +197,8 @@ def _of_fields(kind: type[Any], parameter: str, shown: Any) -> Iterator[Flag]:
         else:
             required = default is MISSING
             metavar = "OUT" if required and item.name == "out" else _metavar(item.name, hint)
-            told = "" if required else _words(default)
-            yield Flag(item.name, parameter, section, hint, sentence, metavar, told, required, is_required=required)
+            shown_default = "" if required else _words(default)
+            yield Flag(item.name, parameter, section, hint, sentence, metavar, shown_default, required, is_required=required)
 
 
 def _metavar(name: str, hint: Any) -> str:

@@ -24,8 +24,8 @@ def loading(what: str = "loading PyTorch") -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Garbage is not collected while PyTorch is loaded, and never looked for in what was loaded. Its half a million objects
-    live as long as the process, and looking through them took a fifth of the time."""
+    """Turns the garbage collector off while PyTorch is loaded, and makes it skip what was loaded from then on. These half a
+    million objects live as long as the process, and searching them took a fifth of the time."""
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return

@@ -62,7 +62,7 @@ _STARTS: dict[str, type[Any]] = {
     "tune": TuneConfig,
 }
 _HELP = ("-h", "--help", "--help-all")
-_OF_THE_MACHINE = ("SafetensorError", "OutOfMemoryError", "MemoryError")  # libraries raise these when memory or disk runs out
+_OUT_OF_RESOURCES = ("SafetensorError", "OutOfMemoryError", "MemoryError")  # libraries raise these when memory or disk runs out
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -83,10 +83,10 @@ def main(argv: list[str] | None = None) -> None:
         _say(sentence_of(error) if isinstance(error, OSError) else str(error), sys.stderr)
         sys.exit(2)
     except Exception as error:
-        if type(error).__name__ not in _OF_THE_MACHINE:
+        if type(error).__name__ not in _OUT_OF_RESOURCES:
             raise
-        said = str(error).strip().splitlines()
-        _say(said[0] if said else "out of memory", sys.stderr)  # Python's own MemoryError has no text
+        lines = str(error).strip().splitlines()
+        _say(lines[0] if lines else "out of memory", sys.stderr)  # Python's own MemoryError has no text
         sys.exit(2)
     except KeyboardInterrupt:
         print("\nsmupar: interrupted", file=sys.stderr)
@@ -134,11 +134,11 @@ def _quiet() -> Iterator[None]:
         contextlib.redirect_stdout(nowhere),
         contextlib.redirect_stderr(nowhere),
     ):
-        said, warnings.showwarning = warnings.showwarning, lambda message, *_, **__: _note(message, errors)
+        usual, warnings.showwarning = warnings.showwarning, lambda message, *_, **__: _note(message, errors)
         try:
             yield
         finally:
-            warnings.showwarning = said
+            warnings.showwarning = usual
 
 
 def _note(message: Warning | str, stream: TextIO) -> None:

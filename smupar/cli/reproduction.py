@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from smupar.cli.answers import Reply, Told, table
+from smupar.cli.answers import Reply, TextLine, table
 from smupar.cli.flags import Arg
 from smupar.cli.loading import loading
 from smupar.cli.studies import Engine, note_missing_pictures
@@ -63,8 +63,8 @@ def reproduce(
         from smupar.paper.settings import table_4
 
     if settings or list or not figures:
-        said = table_4() if settings else paper.listed()
-        return Reply(table(said), {"lines": said.splitlines()} if settings else {"figures": paper.list_values()})
+        text = table_4() if settings else paper.listed()
+        return Reply(table(text), {"lines": text.splitlines()} if settings else {"figures": paper.list_values()})
     offline = tuple(name for name in paper.FIGURES if name != "tab02" or data_dir is not None)
     names = offline if figures == ("all",) else figures
     reads = not dry_run and any(paper.figure(name).runs for name in names)
@@ -103,15 +103,15 @@ def _publish(done: Reproduced, scale: Scale, folder: str | None) -> None:
         say(str(publish(done, scale, folder)))
 
 
-def _reproduced(done: Reproduced) -> list[Told]:
+def _reproduced(done: Reproduced) -> list[TextLine]:
     from smupar.paper.reproduce import verdict_of
 
     parts = done.claim.parts or (done.claim,)
     missing = f" ({done.missing} runs are missing)" if done.missing else ""
-    lines = [Told(f"{done.name}: {done.title}{missing}", done.verdict, _TONES[done.claim.holds])]
+    lines = [TextLine(f"{done.name}: {done.title}{missing}", done.verdict, _TONES[done.claim.holds])]
     several = len(parts) > 1
     for part in parts:
-        lines.append(Told(part.statement, verdict_of(part) if several else "", _TONES[part.holds], indent="  "))
+        lines.append(TextLine(part.statement, verdict_of(part) if several else "", _TONES[part.holds], indent="  "))
         if part.numbers:
-            lines.append(Told(part.numbers, indent="    "))
-    return [*lines, Told(str(done.folder))]
+            lines.append(TextLine(part.numbers, indent="    "))
+    return [*lines, TextLine(str(done.folder))]

@@ -63,7 +63,7 @@ def resolve(kind: type[Kind], request: Request) -> Kind:
         _refuse_what_transfer_sets(request.fields)
     if kind is TuneConfig:
         for name in TUNED:
-            refuse(name in request.fields, f"tune does not take {_flag(name)}: it is searched, in {_flag(name)}-range")
+            refuse(name in request.fields, f"tune does not take {_flag(name)}: it is searched, within {_flag(name)}-range")
     origin, values = _origin(kind, request)
     return changed(origin, {**values, **request.fields}).normalised
 

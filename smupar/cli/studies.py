@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated, Any
 
-from smupar.cli.answers import Reply, Told, cards, table
+from smupar.cli.answers import Reply, TextLine, cards, table
 from smupar.cli.commands import Folder, Run, request_of
 from smupar.cli.flags import Arg, Typed
 from smupar.cli.loading import loading
@@ -96,7 +96,7 @@ def tune(config: Annotated[Typed, TuneConfig], how: Engine, out: str = "runs/tun
 
         return define_search(resolved)
 
-    def best(study: Study) -> tuple[list[Told], dict[str, Any]]:
+    def best(study: Study) -> tuple[list[TextLine], dict[str, Any]]:
         from smupar.study.tune import write_best
 
         tuned = write_best(resolved, study)
@@ -111,7 +111,7 @@ def _study(
     define: Callable[[], StudyDefinition],
     how: Typed,
     dry_run: bool,
-    after: Callable[[Study], tuple[list[Told], dict[str, Any]]] | None = None,
+    after: Callable[[Study], tuple[list[TextLine], dict[str, Any]]] | None = None,
 ) -> Reply:
     """Executes the missing runs of a study and writes its report, or prints their cost. The folder stays locked until ``after``
     and the report are done."""
@@ -133,13 +133,13 @@ def _study(
     return Reply(_lines(reported, lines), {**reported.values, **values})
 
 
-def _lines(reported: Reported, own: list[Told] | None = None) -> list[Told]:
+def _lines(reported: Reported, result: list[TextLine] | None = None) -> list[TextLine]:
     """The answer of a study: finding, reasons and doubts, then the files."""
     findings = reported.findings
-    told = own or (cards(findings.answers) if findings.answers else [])
-    why = findings.doubts if told else (findings.sentence,)
-    notes = [Told(note) for note in (*why, *reported.notes) if note]
-    return [Told("", findings.headline), *told, *notes, Told(reported.where)]
+    lines = result or (cards(findings.answers) if findings.answers else [])
+    why = findings.doubts if lines else (findings.sentence,)
+    notes = [TextLine(note) for note in (*why, *reported.notes) if note]
+    return [TextLine("", findings.headline), *lines, *notes, TextLine(reported.where)]
 
 
 def report(folder: Folder, parquet: bool = False) -> Reply:
@@ -170,8 +170,9 @@ def watch(
     """Show studies, runs, checks, reproductions and traces on a local web page that fills in while they run.
 
     Start it in another terminal while a study runs: smupar watch runs/transfer. It shows the loss over the learning rate, the
-    optima and how far they moved, loss curves, running runs and the time left. If you name a parent folder (smupar watch runs),
-    it shows everything below. It only reads, and writes no files. From another machine: ssh -L 8765:localhost:8765 MACHINE.
+    optima and how far they moved, loss curves, what is running and the time left. If you name a parent folder (smupar watch
+    runs), it shows everything below. It only reads, and writes no files. From another machine: ssh -L 8765:localhost:8765
+    MACHINE.
 
     Args:
         folders: Folders of studies, runs, checks or reproductions, or folders that hold some.
@@ -207,8 +208,8 @@ def verify(folder: Folder) -> Reply:
         "bytes_read": found.num_bytes,
         "without_checksums": found.unchecked,
     }
-    verdict = Told(str(found), f"{folder}:", "good" if is_intact else "bad")
-    return Reply([verdict, *map(Told, found.wrong)], values, code=int(not is_intact))
+    verdict = TextLine(str(found), f"{folder}:", "good" if is_intact else "bad")
+    return Reply([verdict, *map(TextLine, found.wrong)], values, code=int(not is_intact))
 
 
 def note_missing_pictures() -> None:

@@ -37,8 +37,8 @@ def evaluate(config: EvalConfig) -> Results:
         there, asked = score.read_requests(requests)[0], config.questions
         old, new = (tuple(there["tasks"]), there["limit"]), (tuple(asked.tasks), asked.limit)
         if old != new:
-            told = "; ".join(f"{', '.join(tasks)}, limit {limit}" for tasks, limit in (old, new))
-            raise ValueError(f"{out} holds results of other questions (there and here: {told}): choose another --out")
+            scopes = "; ".join(f"{', '.join(tasks)}, limit {limit}" for tasks, limit in (old, new))
+            raise ValueError(f"{out} holds results of other questions (there and here: {scopes}): choose another --out")
     write_requests(config.questions, requests)
     scores = []
     for folder in config.folders:

@@ -31,7 +31,7 @@ def carry_state(optimizer: torch.optim.Optimizer, parts: Mapping[str, Any]) -> N
                 part.load_state_dict(stored[name])
             else:
                 warnings.warn(
-                    f"the optimizer's checkpoint holds no state of the {name}, which therefore starts from its beginning: was "
+                    f"the optimizer's checkpoint holds no state of the {name}, which starts from the beginning: was "
                     "the checkpoint made without one?",
                     PlanWarning,
                     stacklevel=4,

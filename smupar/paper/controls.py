@@ -2,8 +2,8 @@
 measured quantity be the effect of updates on a layer's output?
 
 Every run uses the proxy's best learning rate for everything but hidden weights. Only the learning rate of hidden weights is
-swept, as a factor on the proxy's. Measured updates follow the trace of the proxy; without tuning their factor is 1. The
-controls follow a constant, and use their best factor:
+swept, as a factor on the proxy's. Measured updates follow the trace of the proxy, at factor 1 without any tuning. The controls
+follow a constant, at their best factor:
 
 constant   one number for the effect of updates, RMS(X dW), in all layers and at all steps
 trust      one number for the norm of an update over that of its weight, as in LAMB
@@ -11,8 +11,8 @@ rms        one number for the RMS of an update
 spectral   one number for the spectral norm of an update, times sqrt(in / out)
 
 "function" follows a trace of the effect of each layer's update on the model's output, as FLeRM does (Milsom et al., arXiv
-2502.17405), but only for hidden weights, and measured by a forward pass for each layer. "smupar" follows nothing. Numbers for
-constants are the geometric means of the proxy, so that factors are close to 1; they are tuned nevertheless.
+2502.17405), but only for hidden weights, and measured by a forward pass for each layer. "smupar" follows nothing. Constants are
+geometric means over the proxy's trace, so their best factors are close to 1. They are tuned nevertheless.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ def _claims(place: _Place) -> Iterator[Claim]:
     if 0 in own:
         cost = own[0].get(0, math.inf) / min(seeds.get(0, math.inf) for seeds in own.values()) - 1
         best = f"{place.name}: measured updates are best at factor {2.0 ** place.best(MEASURED):g}"
-        yield Claim(cost <= _NEAR, f"{best}; 1 costs {cost:.2%}, {_NEAR:.1%} asked")
+        yield Claim(cost <= _NEAR, f"{best} (factor 1 costs {cost:.2%}, {_NEAR:.1%} is allowed)")
     for other in (CONSTANT, SMUPAR, *_OTHERS):
         if other in place.losses and 0 in own:
             yield _compared(place, other)
@@ -325,7 +325,9 @@ def _compared(place: _Place, other: str) -> Claim:
     leads = place.leads(MEASURED, other)
     lead, num, needed = fmean(leads) if leads else math.nan, len(leads), _needed(leads)
     at = "untuned" if other in _UNTUNED else f"at its best factor, {2.0 ** place.best(other):g}"
-    text = f"{place.name}: measured updates are ahead of {other} ({at}) by {lead:+.2%} over {num} seeds, {needed:.2%} asked"
+    text = (
+        f"{place.name}: measured updates are ahead of {other} ({at}) by {lead:+.2%} over {num} seeds ({needed:.2%} is needed)"
+    )
     return Claim(None if math.isnan(lead) else lead > needed, text)
 
 
@@ -343,8 +345,9 @@ def _ablated(place: _Place) -> list[Claim]:
         return []
     behind = {kind: place.leads(MEASURED, kind, 0) for kind in kinds}
     worse = [kind for kind in ("flat", "shuffled") if behind.get(kind) and fmean(behind[kind]) > _needed(behind[kind])]
-    told = ", ".join(f"{kind} {fmean(leads):+.2%}" for kind, leads in behind.items() if leads)
-    return [Claim(bool(worse), f"{place.name}: layers and moments of the trace matter; loss beside measured updates: {told}")]
+    words = ", ".join(f"{kind} {fmean(leads):+.2%}" for kind, leads in behind.items() if leads)
+    text = f"{place.name}: layers and moments of the trace matter, as losses compared with measured updates show: {words}"
+    return [Claim(bool(worse), text)]
 
 
 FIGURE = Figure(

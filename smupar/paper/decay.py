@@ -207,7 +207,7 @@ def _elsewhere_claim(outside: dict[_Setting, Losses], tuned: float) -> Claim:
         return Claim(None, "no other width or length was tried")
     worst = max(costs, key=lambda setting: costs[setting])
     where = f"width {worst.width}, {worst.steps} steps, density {worst.density}"
-    text = f"at other widths and lengths it costs at most {costs[worst]:.2%} ({where}), {_NEAR:.1%} asked"
+    text = f"at other widths and lengths it costs at most {costs[worst]:.2%} ({where}; {_NEAR:.1%} is allowed)"
     return Claim(costs[worst] <= _NEAR, text)
 
 
@@ -231,7 +231,8 @@ def _against(losses: dict[_Setting, Losses], inside: dict[_Setting, Losses], **o
     name = {"coupled": "coupled decay", "matrices": "decay of matrices alone", "hidden": "decay of hidden weights alone"}
     shares = _shares({setting.density: share for setting, share in behind.items()})
     sparse = [share for setting, share in behind.items() if setting.sparsity]
-    return Claim(min(sparse) > 0, f"{name[next(iter(other.values()))]} ends behind at every sparse density tried: {shares}")
+    text = f"{name[next(iter(other.values()))]} ends above independent decay of all at every sparse density tried: {shares}"
+    return Claim(min(sparse) > 0, text)
 
 
 def _shares(values: dict[str, float]) -> str:

@@ -177,13 +177,13 @@ def claim(rows: Rows) -> Claim:
     return all_of(
         Claim(
             moves["completep"] <= STABLE,
-            f"under CompleteP with SmuPar the best learning rate moves {times(moves['completep'])}{edge(ours)} from the dense "
-            f"base over all depths and densities, at most {STABLE:g}x asked",
+            f"under CompleteP with SmuPar the best learning rate moves by {times(moves['completep'])}{edge(ours)} from the "
+            f"dense base over all depths and densities (at most {STABLE:g}x is allowed)",
         ),
         Claim(
             costs["completep"] <= _NEAR,
-            f"the dense base's best learning rate costs at most {costs['completep']:.2%} at any depth and density, {_NEAR:.1%} "
-            "asked",
+            f"the dense base's best learning rate costs at most {costs['completep']:.2%} at any depth and density ({_NEAR:.1%} "
+            "is allowed)",
         ),
         Claim(
             moves["none"] > MORE * moves["completep"],
@@ -205,8 +205,8 @@ def _corner(curves: dict[str, list[Curve]]) -> Claim:
     lead = none.at(tuned) / ours.at(tuned) - 1
     return Claim(
         cost <= _NEAR and lead > 0,
-        f"tuned at {_label(base)}, the model of {_label(ours)} loses {cost:.2%} beside its own best learning rate, {_NEAR:.1%} "
-        f"asked; without a factor its loss is {lead:+.1%} beside that",
+        f"tuned at {_label(base)}, the model of {_label(ours)} ends {cost:.2%} above its loss at its own best learning rate "
+        f"({_NEAR:.1%} is allowed); without a factor its loss is {lead:+.1%} from there",
     )
 
 

@@ -119,7 +119,7 @@ def claim(ratios: Ratios) -> Claim:
         *(
             Claim(
                 ends[way] < ends["no decay"] / 2,
-                f"with {_IN_WORDS[way]} it ends at {ends[way]:.2g}x, less than half of {ends['no decay']:.2g}x asked",
+                f"with {_IN_WORDS[way]} it ends at {ends[way]:.2g}x (less than half of {ends['no decay']:.2g}x is needed)",
             )
             for way in _IN_WORDS
             if way in ends
@@ -132,8 +132,8 @@ def _keeps_size(ends: dict[str, float], step: int) -> Claim:
     words = ", ".join(f"{ratio:.2g}x at {density}" for density, ratio in ends.items())
     return Claim(
         max(max(ratio, 1 / ratio) for ratio in ends.values()) <= STABLE,
-        f"with independent decay updates do as much as the dense model's up to the end of the run, step {step}: {words}, "
-        f"at most {STABLE:g}x asked",
+        f"with independent decay updates do as much as the dense model's even at the end of the run, step {step}: {words} "
+        f"(at most {STABLE:g}x is allowed)",
     )
 
 

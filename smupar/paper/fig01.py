@@ -6,7 +6,7 @@ from smupar.paper.figure import Figure, all_of, curves, is_stable, moves_more, p
 
 FIGURE = Figure(
     title="Standard practice against SmuPar",
-    shows="The best learning rate of standard practice shifts with sparsity, SmuPar's is stable.",
+    shows="The best learning rate of standard practice shifts with sparsity; SmuPar's is stable.",
     finding=2,
     runs=lambda scale: sweep_rules(scale, "sweep", ("sp", "smupar")),
     swept=("sweep", "lr"),

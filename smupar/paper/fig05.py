@@ -77,7 +77,9 @@ def claim(sizes: SlopesOverDensity) -> Claim:
     for rule in ("sp", "mup"):
         parts.append(_vanish(sizes, rule, Y, "block", (1, last)))
         parts.append(_vanish(sizes, rule, GRAD_X, "hidden", (1,)))
-    smupar_keeps = Claim(sizes.verdicts["smupar"] == PASS, f"SmuPar keeps all sizes: {sizes.verdicts['smupar']}")
+    smupar_keeps = Claim(
+        sizes.verdicts["smupar"] == PASS, f"SmuPar keeps all sizes (verdict of the check: {sizes.verdicts['smupar']})"
+    )
     return all_of(*parts, smupar_keeps, _independent(sizes))
 
 
@@ -85,10 +87,10 @@ def _vanish(sizes: SlopesOverDensity, rule: str, quantity: str, role: str, steps
     """Whether sizes fall with density everywhere, by more than the check allows for a flat layer."""
     slopes = _chosen(sizes, rule, quantity, role, steps)
     falling = [slope for slope in slopes if slope > _FLAT]
-    when = " and ".join(map(str, dict.fromkeys(steps)))
+    when = f"step{'s' * (len(set(steps)) > 1)} {' and '.join(map(str, dict.fromkeys(steps)))}"
     what, where = {Y: ("activations", "block"), GRAD_X: ("gradients", "layer")}[quantity]
-    text = f"{title(rule)}'s {what} fall with density in every {where} at step {when}: as density^{min(slopes):.2f} to "
-    text += f"density^{max(slopes):.2f}, more than density^{_FLAT:g} in {len(falling)} of {len(slopes)}"
+    text = f"{title(rule)}'s {what} shrink with density in every {where} at {when}: as density^{min(slopes):.2f} to "
+    text += f"density^{max(slopes):.2f}, with an exponent above {_FLAT:g} in {len(falling)} of {len(slopes)}"
     return Claim(len(falling) == len(slopes), text)
 
 
@@ -100,7 +102,7 @@ def _independent(sizes: SlopesOverDensity) -> Claim:
     largest = max(slopes, key=abs)
     return Claim(
         abs(largest) < _FLAT,
-        f"at the first step SmuPar's gradients have the same size at every density, in each of {len(slopes)} layers (at most "
+        f"at the first step SmuPar's gradients have the same size at every density, in each of {len(slopes)} layers (farthest: "
         f"density^{largest:+.3f}), as they would if gradients were independent of weights",
     )
 
@@ -112,7 +114,7 @@ def _chosen(sizes: SlopesOverDensity, rule: str, quantity: str, role: str, steps
 
 FIGURE = Figure(
     title="Coordinate check over density",
-    shows="Activations of SP and muP vanish as weights are removed, SmuPar's keep their size. The text names gradients too.",
+    shows="Activations of SP and muP vanish as weights are removed; SmuPar's keep their size. The text names gradients too.",
     finding=1,
     measure=measure,
     from_facts=from_facts,

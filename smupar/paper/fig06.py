@@ -36,8 +36,8 @@ def _better(rows: Rows) -> Claim:
             gaps[title(rule), curve.sparsity] = at_dense_optimum(others, index) / at_dense_optimum(smupar, index) - 1
     sparse = {key: gap for key, gap in gaps.items() if key[1] >= _SPARSE}
     words = ", ".join(f"{name} {gap:+.1%} at {sparsity:.4g}" for (name, sparsity), gap in sparse.items())
-    text = f"at dense-tuned learning rates others lose more than SmuPar, by more than {asked:.1%}: {words}"
-    return Claim(min(sparse.values()) > asked, f"{text}; {title('sp')}'s gap when dense is {gaps[title('sp'), 0.0]:+.1%}")
+    text = f"at their dense-tuned learning rates the other rules end above SmuPar by more than {asked:.1%}: {words}"
+    return Claim(min(sparse.values()) > asked, f"{text} ({title('sp')}'s gap when dense is {gaps[title('sp'), 0.0]:+.1%})")
 
 
 FIGURE = Figure(

@@ -13,7 +13,7 @@ def claim(rows: Rows) -> Claim:
 
 FIGURE = Figure(
     title="Transfer of the init over sparsity",
-    shows="SmuPar's best init std is stable, SP's and muP's are not.",
+    shows="SmuPar's best init std is stable; SP's and muP's are not.",
     finding=2,
     runs=lambda scale: sweep_rules(scale, "init", axis="init_std"),
     swept=("init", "init_std"),

@@ -50,13 +50,13 @@ def _is_behind(name: str, theirs: list[Curve], ours: list[Curve], asked: float) 
         f"{gap:+.1%} at {own.sparsity:.4g}{' (edge of the grid)' if other.on_edge else ''}"
         for gap, (other, own) in zip(gaps, pairs, strict=True)
     )
-    text = f"over sparse models {name} is {mean:+.1%} from SmuPar on average, more than {asked:.1%} asked: {words}"
+    text = f"{name} ends above SmuPar by more than {asked:.1%} on average over sparse models, by {mean:+.1%}: {words}"
     return Claim(mean > asked, text)
 
 
 FIGURE = Figure(
     title="The best of each rule at each sparsity",
-    shows="SmuPar is on the frontier: 0.8 % better than SP and 2.1 % than muP on average, even if those are tuned again.",
+    shows="SmuPar is on the frontier: 0.8 % better than SP and 2.1 % better than muP on average, even if both are tuned again.",
     finding=4,
     runs=fig06.FIGURE.runs,
     swept=("sweep", "lr"),

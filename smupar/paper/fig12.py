@@ -138,7 +138,7 @@ def _falls(smupar: list[Curve], method: str) -> Claim:
     step = smupar[0].values[1] / smupar[0].values[0]
     text = (
         f"{method}: SmuPar's best learning rate falls with sparsity ({_listed(optima)}), by {optima[0] / optima[-1]:.4g}x in "
-        f"all: more than {step:g}x, one step of the grid, asked"
+        f"all (more than {step:g}x is needed, one step of the grid)"
     )
     return Claim(steadily and optima[-1] < optima[0] / step, text)
 
@@ -149,8 +149,8 @@ def _rises(curves: list[Curve], whose: str) -> Claim:
     optima, step = [curve.best for curve in curves], curves[0].values[1] / curves[0].values[0]
     rise = optima[-1] / optima[0]
     text = (
-        f"{whose}'s best learning rate rises with sparsity ({_listed(optima)}), by {rise:.3g}x in all{edge(curves[-1:])}: more "
-        f"than {step:g}x, one step of the grid, asked"
+        f"{whose}'s best learning rate rises with sparsity ({_listed(optima)}), by {rise:.3g}x in all{edge(curves[-1:])} "
+        f"(more than {step:g}x is needed, one step of the grid)"
     )
     return Claim(True if rise > step else None if curves[-1].on_edge and rise > 1 else False, text)
 
@@ -158,8 +158,8 @@ def _rises(curves: list[Curve], whose: str) -> Claim:
 def _stays(measured: list[Curve], proxy: Curve, method: str) -> Claim:
     from_dense, from_proxy = farthest_move(measured), farthest_move([proxy, *measured[1:]])
     text = (
-        f"{method}: that of measured updates moves {times(from_dense)} from the dense model's and {times(from_proxy)} from the "
-        f"proxy's, at most {STABLE:g}x asked"
+        f"{method}: the best learning rate of measured updates moves by {times(from_dense)} from the dense model's and by "
+        f"{times(from_proxy)} from the proxy's (at most {STABLE:g}x is allowed)"
     )
     return Claim(max(from_dense, from_proxy) <= STABLE, text)
 
@@ -172,7 +172,10 @@ def _wins(columns: dict[str, list[Curve]], proxy: Curve, method: str) -> list[Cl
             ours = at_dense_optimum([proxy, *measured], index + 1)
             others = {rule: at_dense_optimum(columns[rule], index) for rule in ("SP", "muP", "SmuPar")}
             words = ", ".join(f"{rule} {loss:.3f}" for rule, loss in others.items())
-            text = f"{method} at {target.sparsity:.4g}, each at its dense-tuned learning rate: measured {ours:.3f}, {words}"
+            text = (
+                f"{method} at {target.sparsity:.4g}: measured updates have the lowest loss, each at its dense-tuned learning "
+            )
+            text += f"rate: measured {ours:.3f}, {words}"
             wins.append(Claim(ours < min(others.values()), text))
     return wins
 
@@ -183,7 +186,7 @@ def _listed(optima: list[float]) -> str:
 
 FIGURE = Figure(
     title="Learning-rate transfer under RigL and gradual pruning",
-    shows="None keeps its best learning rate: that of SP and muP rises with sparsity, SmuPar over-corrects and its falls.",
+    shows="No rule keeps its best learning rate. SP's and muP's rise with sparsity; SmuPar over-corrects, so its falls.",
     runs=runs,
     then=then,
     swept=("dynamic", "lr"),

@@ -37,11 +37,14 @@ def _worse(ablation: list[Curve], smupar: list[Curve], name: str, spread: float)
     loss, our_loss = (at_dense_optimum(curves, last) for curves in (ablation, smupar))
     gap = loss / our_loss - 1
     return (
-        Claim(move > MORE * ours, f"{name} moves {times(move)}{edge(ablation)}, farther than SmuPar's {times(ours)}"),
+        Claim(
+            move > MORE * ours,
+            f"{name} moves by {times(move)}{edge(ablation)}, more than {MORE:g} x SmuPar's {times(ours)}",
+        ),
         Claim(
             gap > spread,
-            f"{name} loses more at the dense optimum and the highest sparsity: {loss:.3f} against {our_loss:.3f}, {gap:+.1%}, "
-            f"more than {spread:.1%}, the spread of seeds, asked",
+            f"{name} ends above SmuPar at the dense optimum and the highest sparsity, by more than {spread:.1%}, the spread of "
+            f"seeds: {loss:.3f} against {our_loss:.3f}, {gap:+.1%}",
         ),
     )
 

@@ -11,7 +11,7 @@ swept           adds seeds around the best value of every curve
 last            proposes runs that come after all others and get no additional seeds
 measure         computes the input of ``draw`` and ``claim``, with or without runs; by default they take the runs' rows
 draw, text      draws the picture; makes a table that needs no run
-claim           answers yes, no, or that nothing can be told, with numbers
+claim           says whether the paper's statement holds, or that the runs cannot tell, with numbers
 
 ``from_facts`` reads measurements from a published file, so that claim and picture can be made again without the runs.
 """
@@ -243,11 +243,11 @@ def widths(rows: Rows) -> dict[float, int]:
 
 
 def is_stable(rows: Rows, rule: str = "smupar", axis: str = "lr") -> Claim:
-    """Whether the best value of the rule moves by at most a factor of ``STABLE`` over sparsities. A lower bound that is no
-    larger cannot tell."""
+    """Whether the best value of the rule moves by at most a factor of ``STABLE`` over sparsities. If the move is at most that,
+    but only a lower bound, this is unknown."""
     moves = curves(rows, rule, axis)
     move = farthest_move(moves)
-    text = f"{title(rule)}'s best {_AXES[axis]} moves {times(move)}{edge(moves)}, at most {STABLE:g}x asked"
+    text = f"{title(rule)}'s best {_AXES[axis]} moves by {times(move)}{edge(moves)} (at most {STABLE:g}x is allowed)"
     return Claim(None if move <= STABLE and is_lower_bound(moves) else move <= STABLE, text)
 
 
@@ -255,9 +255,9 @@ def moves_more(rows: Rows, rule: str, axis: str = "lr") -> Claim:
     """Whether the best value of the rule moves farther than SmuPar's."""
     theirs = curves(rows, rule, axis)
     move, ours = farthest_move(theirs), farthest_move(curves(rows, "smupar", axis))
-    text = f"{title(rule)}'s moves {times(move)}{edge(theirs)}, more than SmuPar's {times(ours)}"
-    return Claim(move > MORE * ours, text)
+    text = f"{title(rule)}'s best {_AXES[axis]} moves by {times(move)}{edge(theirs)}, more than {MORE:g} x SmuPar's "
+    return Claim(move > MORE * ours, text + times(ours))
 
 
 def edge(curves: Sequence[Curve]) -> str:
-    return " or further (edge of the grid)" if any(curve.on_edge for curve in curves) else ""
+    return " or more (edge of the grid)" if any(curve.on_edge for curve in curves) else ""

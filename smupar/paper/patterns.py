@@ -42,7 +42,8 @@ def _has(pattern: str, allocation: str, run: RunConfig) -> bool:
 
 def claim(rows: Rows) -> Claim:
     moves = {name: moved(*both) for name, both in _curves(rows).items()}
-    return all_of(*(Claim(move <= STABLE, f"{name}: the best learning rate moves {move:.2g}x") for name, move in moves.items()))
+    text = "{}: the best learning rate moves by {:.2g}x (at most {:g}x is allowed)"
+    return all_of(*(Claim(move <= STABLE, text.format(name, move, STABLE)) for name, move in moves.items()))
 
 
 FIGURE = Figure(

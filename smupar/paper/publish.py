@@ -82,7 +82,7 @@ def index(folder: Path) -> str:
         _INDEX_HEADING,
         "",
         f"What has been run at scale {scales}. A claim that does not hold stays here as it is. Claims have parts, and all",
-        "must hold: (5 of 6) means that five do. Runs have weight decay and clipped gradients where the table does not say",
+        "must hold: (5 of 6) means that five do. Runs have weight decay and clipped gradients unless the table says",
         "otherwise.",
         "How to run them, and what the scales are: [reproduce](../reproduce.md).",
         "",
@@ -281,7 +281,7 @@ def _heading(name: str) -> str:
 def _what_was_measured(fig: Figure, facts: dict[str, Any]) -> str:
     made_by = f"Made by commit {', '.join(facts['commits']) or versions().get('commit', 'unknown')}."
     if not fig.what:
-        return "Nothing is trained for it."
+        return "No model is trained."
     return f"{fig.what(Scale(facts['scale']))} {facts['devices'][0]}, {facts['minutes']:.1f} minutes in all. {made_by}"
 
 
@@ -296,12 +296,13 @@ def _what_was_run(facts: dict[str, Any]) -> list[str]:
     first = configs[0]
     diverged = sum(row["status"] == "diverged" for row in facts["rows"])
     ended_early = f", {diverged} of which diverged" if diverged else ""
+    seeds = sorted({str(config.seed) for config in configs})
     batches = " and ".join(sorted({f"{config.batch_size} x {config.seq_len}" for config in configs}))
     return [
-        f"{len(configs)} runs{ended_early}{_missing(facts)}: GPTs of {_some(configs, 'model.depth')} layers, "
-        f"width {_some(configs, 'model.width')} (base {first.base_width}), heads of {first.model.head_dim}, vocabulary "
-        f"{first.model.vocab_size}, {_some(configs, 'steps')} steps of {batches} tokens of `{first.data}`, {first.dtype}; "
-        f"density {_densities(configs)}; seeds {_some(configs, 'seed')}; {_optimizer(configs)}.",
+        f"{len(configs)} runs{ended_early}{_missing(facts)}: GPTs of {_distinct(configs, 'model.depth')} layers, "
+        f"width {_distinct(configs, 'model.width')} (base {first.base_width}), heads of {first.model.head_dim}, vocabulary "
+        f"{first.model.vocab_size}; {_distinct(configs, 'steps')} steps of {batches} tokens of `{first.data}`, {first.dtype}; "
+        f"density {_densities(configs)}; seed{'s' * (len(seeds) > 1)} {_listed(seeds)}; {_optimizer(configs)}.",
         f"{'; '.join(facts['devices'])}. {facts['minutes']:.1f} minutes of training on it, compilation not counted; runs that "
         f"several figures share are counted in each. Made by commit {', '.join(facts['commits'])}. Every run with its "
         f"configuration and hash: [{facts['figure']}.json]({facts['figure']}.json).",
@@ -314,17 +315,22 @@ def _missing(facts: dict[str, Any]) -> str:
 
 def _optimizer(configs: Sequence[RunConfig]) -> str:
     kinds = sorted({config.decay for config in configs if config.weight_decay})
-    decay = f"weight decay {_some(configs, 'weight_decay')} ({' and '.join(kinds)})" if kinds else "no weight decay"
+    decay = f"weight decay {_distinct(configs, 'weight_decay')} ({' and '.join(kinds)})" if kinds else "no weight decay"
     clips = sorted({config.clip for config in configs if config.clip is not None})
     clipping = f"clipping at {', '.join(f'{clip:g}' for clip in clips)}" if clips else "no clipping"
-    return f"{_some(configs, 'optimizer')}, betas {configs[0].betas}, {decay}, {clipping}"
+    return f"{_distinct(configs, 'optimizer')}, betas {configs[0].betas}, {decay}, {clipping}"
 
 
-def _some(configs: Sequence[RunConfig], name: str) -> str:
+def _distinct(configs: Sequence[RunConfig], name: str) -> str:
     values = sorted({_fields(config)[name] for config in configs})
-    return ", ".join(f"{value:.4g}" if isinstance(value, float) else str(value) for value in values)
+    return _listed([f"{value:.4g}" if isinstance(value, float) else str(value) for value in values])
 
 
 def _densities(configs: Sequence[RunConfig]) -> str:
     values = sorted({1 - (config.sparsity or 0.0) for config in configs}, reverse=True)
-    return ", ".join(f"1/{1 / value:g}" if value < 1 and (1 / value).is_integer() else f"{value:.4g}" for value in values)
+    return _listed([f"1/{1 / value:g}" if value < 1 and (1 / value).is_integer() else f"{value:.4g}" for value in values])
+
+
+def _listed(words: Sequence[str]) -> str:
+    *most, last = words
+    return f"{', '.join(most)} and {last}" if most else last

@@ -163,7 +163,7 @@ def reproduce(
     missing = 0
     if fig.runs:
         stages = _stages(fig, fig.runs(scale), scale, published)
-        rows, files, missing = _ended(fig, stages, place) if so_far else _trained(name, fig, stages, place, how)
+        rows, files, missing = _results_so_far(fig, stages, place) if so_far else _results_of_all(name, fig, stages, place, how)
     place.folder.mkdir(parents=True, exist_ok=True)
     if rows:
         measures = [{**row_of(row), "seconds": row.summary.seconds, "device": row.summary.device} for row in rows]
@@ -230,10 +230,10 @@ def _capital(text: str) -> str:
 
 
 # Results, the sha256 of the files that their runs read, and the number of runs that have not ended.
-_Ended = tuple[list[Result], dict[str, str], int]
+_Results = tuple[list[Result], dict[str, str], int]
 
 
-def _trained(name: str, fig: Figure, stages: Sequence[Stage], place: Place, how: EngineConfig) -> _Ended:
+def _results_of_all(name: str, fig: Figure, stages: Sequence[Stage], place: Place, how: EngineConfig) -> _Results:
     """The results of all runs of a figure, once they have ended."""
     scale = place.scale
     if how.engine != "ray" and fig.runs:  # with Ray, runs are on other machines
@@ -248,7 +248,7 @@ def _trained(name: str, fig: Figure, stages: Sequence[Stage], place: Place, how:
         return study.results(configs), study.files(configs), 0
 
 
-def _ended(fig: Figure, stages: Sequence[Stage], place: Place) -> _Ended:
+def _results_so_far(fig: Figure, stages: Sequence[Stage], place: Place) -> _Results:
     """The results of the runs of a figure that have ended."""
     stored, command = _definition(stages, place.scale).stored, _command(EVERY, place.scale, _out(place))
     configs: list[RunConfig] = []
@@ -388,10 +388,10 @@ def _cost_on_gpus(name: str, fig: Figure, scale: Scale, command: str) -> FigureC
     lines = {
         "runs": f"{len(configs)}{' and those that follow a trace' if fig.then and not fig.expected else ''}",
         "parameters": f"{small:,}" + (f" to {big:,}" if big != small else ""),
-        "tokens": f"{tokens:.3g}, {largest.num_tokens:.3g} in a run of the largest",
+        "tokens": f"{tokens:.3g}, of which {largest.num_tokens:.3g} in a run of the largest model",
         "FLOPs": f"{flops:.3g} (6 N tokens)",
         "time": f"{hours:,.1f} GPU-hours of an H200 at 45% of 990 TFLOP/s",
-        "memory": f"{gib:.1f} GiB for the largest, with one sequence at a time",
+        "memory": f"{gib:.1f} GiB for the largest model, with one sequence at a time",
         "command": command,
     }
     facts = {

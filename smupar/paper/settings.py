@@ -231,12 +231,12 @@ class Scale:
         if tuned and rule == "sp":
             tuned_width, lr = tuned
             return lr * tuned_width / width
-        return _of(TABLE_4[experiment].lr, rule, TABLE_3["lr"])
+        return _for_rule(TABLE_4[experiment].lr, rule, TABLE_3["lr"])
 
     def _init_std(self, experiment: str, rule: str, width: int) -> float:
         """The printed init std. If SP's depends on the width, it is converted to the width of the scale."""
         printed = TABLE_4[experiment]
-        value = _of(printed.init_std, rule, TABLE_3["init_std"])
+        value = _for_rule(printed.init_std, rule, TABLE_3["init_std"])
         if self.name == "paper":
             return value
         tuned = _SMALL_INIT if self.name == "small" else TABLE_3["init_std"]
@@ -247,7 +247,7 @@ class Scale:
         return tuned if self.name == "small" and value == _INIT["smupar"] else value
 
 
-def _of(values: dict[str, float] | None, rule: str, default: float) -> float:
+def _for_rule(values: dict[str, float] | None, rule: str, default: float) -> float:
     if values is None:
         return default
     printed = rule if rule in values else "smupar"  # the ablations use SmuPar's values
@@ -280,8 +280,8 @@ def table_4() -> str:
                     scale,
                     str(size.width) + ("" if printed.width else " and wider"),
                     *(str(size.depth), str(head), f"{size.batch_size} x {size.seq_len}", str(size.steps)),
-                    _words(_used(name, scale, printed.lr, "lr"), size),
-                    _words(_used(name, scale, printed.init_std, "init_std"), size),
+                    _words(_values_at(name, scale, printed.lr, "lr"), size),
+                    _words(_values_at(name, scale, printed.init_std, "init_std"), size),
                     f"{printed.schedule}, warm-up {round(printed.warmup / printed.steps * size.steps)}",
                 ]
             )
@@ -292,7 +292,7 @@ def table_4() -> str:
     return f"{aligned(lines)}\n\nevery run: {every}"
 
 
-def _used(experiment: str, scale: str, printed: dict[str, float] | None, name: str) -> dict[str, float] | None:
+def _values_at(experiment: str, scale: str, printed: dict[str, float] | None, name: str) -> dict[str, float] | None:
     """The value that a scale uses for a printed hyperparameter, at the experiment's width."""
     if printed is None:
         return None

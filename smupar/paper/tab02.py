@@ -101,9 +101,10 @@ def claim(table: str) -> Claim:
     is_best = ours >= _ALMOST_ALL * len(compared) and ours == max(counts.values())
     words = ", ".join(f"{rule} {count}" for rule, count in counts.items())
     text = (
-        f"best or within 0.01 of the best, of {len(compared)} tasks and sparsities: {words}; in {len(telling)} of them rules "
+        f"how often a rule is best or within 0.01 of the best, of {len(compared)} tasks and sparsities: {words}; in "
+        f"{len(telling)} of "
     )
-    text += "differ by more than two standard errors"
+    text += "them rules differ by more than two standard errors"
     return Claim(is_best if len(telling) > len(compared) / 2 else None, f"{text}. {table.strip().splitlines()[-1]}")
 
 

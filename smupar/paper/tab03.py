@@ -62,8 +62,9 @@ def _at(name: str, row: Result) -> Point:
 def claim(rows: Rows) -> Claim:
     best = min(rows[2:], key=lambda row: row.loss)
     values = ", ".join(f"{name} {getattr(best.config, name):.4g}" for name in TUNED)
-    others = f"common defaults {rows[0].loss:.3f}, Table 3's values {rows[1].loss:.3f}"
-    return Claim(best.loss < rows[0].loss, f"best of {len(rows) - 2} samples {best.loss:.3f} ({values}), {others}")
+    others = f"common defaults have {rows[0].loss:.3f}, Table 3's values {rows[1].loss:.3f}"
+    text = f"the best of {len(rows) - 2} samples has a loss of {best.loss:.3f} ({values}); {others}"
+    return Claim(best.loss < rows[0].loss, text)
 
 
 FIGURE = Figure(

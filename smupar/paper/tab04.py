@@ -16,7 +16,8 @@ def claim(rows: Rows = ()) -> Claim:
     size = estimate(paper.run("pretraining")).num_parameters
     return Claim(
         not off and size == 606_519_972,
-        f"tokens follow from steps x batch x 2048{' but for ' + ', '.join(off) if off else ''}; {size:,} parameters",
+        f"tokens are steps x batch x 2048{' except for ' + ', '.join(off) if off else ''}; the largest model has {size:,} "
+        "parameters",
     )
 
 

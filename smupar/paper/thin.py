@@ -33,12 +33,12 @@ def claim(rows: Rows) -> Claim:
     by_num = {
         num: (moved(dense, curve), curve.excess(dense.best_value)) for num, curve in zip(num_weights, sparse, strict=True)
     }
-    words = ", ".join(f"{num}: {move:.2g}x, {cost:+.1%}" for num, (move, cost) in sorted(by_num.items(), reverse=True))
+    words = ", ".join(f"{move:.2g}x at {num} ({cost:+.1%})" for num, (move, cost) in sorted(by_num.items(), reverse=True))
     holds = all(move <= STABLE for num, (move, _) in by_num.items() if num >= MIN_WEIGHTS_PER_NEURON)
     return Claim(
         holds,
-        f"with {MIN_WEIGHTS_PER_NEURON} weights per neuron and more the optimum stays; "
-        f"moves and costs at the dense one by number: {words}",
+        f"with {MIN_WEIGHTS_PER_NEURON} weights per neuron or more the best learning rate moves by at most {STABLE:g}x: {words}; "
+        "in parentheses, what the dense model's best one costs",
     )
 
 

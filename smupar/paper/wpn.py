@@ -48,10 +48,10 @@ def _rises(rows: Rows, rule: str) -> Claim:
     rise, fewer = sparsest.best / dense.best, _weights(dense) / _weights(sparsest)
     exponent = math.log(rise) / math.log(fewer)
     holds = True if exponent > _PROPORTIONAL else None if sparsest.on_edge else False
-    bound = " or further (edge of the grid)" if sparsest.on_edge else ""
+    bound = " or more (edge of the grid)" if sparsest.on_edge else ""
     text = (
-        f"{title(rule)}'s best learning rate rises {rise:.2g}x{bound} while weights per neuron fall {fewer:g}x: an exponent of "
-        f"{exponent:.2f}{' or more' if bound else ''}; 1 is proportional, more than {_PROPORTIONAL:g} asked"
+        f"{title(rule)}'s best learning rate rises by {rise:.2g}x{bound} while weights per neuron fall by {fewer:g}x: an "
+        f"exponent of {exponent:.2f}{' or more' if bound else ''} (1 is proportional, more than {_PROPORTIONAL:g} is needed)"
     )
     return Claim(holds, text)
 

@@ -54,11 +54,11 @@ class TransferConfig:
     widths: tuple[int, ...] = (256,)
     """Widths of the targets."""
     depths: tuple[int, ...] = ()
-    """Depths of the targets; default the one depth of --depth. The proxy has --base-depth, by default the smallest of these."""
+    """Depths of the targets. Default: --depth alone. The proxy has --base-depth, by default the smallest of these."""
     seeds: int = 1
     """Number of seeds at the best value of each curve and its two neighbours; other values have one seed."""
     proxy_depth: int | None = None
-    """Depth of the proxy; default the depth of the targets."""
+    """Depth of the proxy. Default: the depth of the targets."""
     proxy_steps: int | None = None
     """Steps of the proxy's runs. Default: as many as the targets have; with --dynamic imp as many as one round has."""
 

@@ -133,19 +133,19 @@ def _optimum(line: Line) -> Optimum | None:
     }
 
 
-def _ended(line: Line) -> list[Point]:
+def _finite_points(line: Line) -> list[Point]:
     return sorted((point for point in line.points if math.isfinite(point.y)), key=lambda point: point.x)
 
 
 def _best_point(line: Line) -> Point | None:
     best = line.best
-    return None if best is None else min(_ended(line), key=lambda point: abs(point.x - best), default=None)
+    return None if best is None else min(_finite_points(line), key=lambda point: abs(point.x - best), default=None)
 
 
 def interval(line: Line) -> tuple[float, float, float, int] | None:
     """The optimum of a line, the two points between which it lies, and a side: -1 or 1 if the best point is the leftmost or the
     rightmost, 0 otherwise. At an end the optimum may lie beyond, and is taken to be at the end."""
-    points, best = _ended(line), _best_point(line)
+    points, best = _finite_points(line), _best_point(line)
     if best is None:
         return None
     index = points.index(best)

@@ -33,7 +33,7 @@ class Findings:
     results: Sequence[Result]
     headline: str = ""  # the answer in a few words
     answers: Sequence[Answer] = ()
-    doubts: tuple[str, ...] = ()  # those sentences of ``sentence`` that say what to doubt; the answers repeat the rest
+    doubts: tuple[str, ...] = ()  # the parts of ``sentence`` that give reasons for doubt; the answers repeat the rest
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def run_study(
 def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfig]:
     """Executes the runs that a stage proposes. Asks it again with their results, until no run is missing. Returns all its
     runs."""
-    said = ""
+    message = ""
     while True:
         configs = propose(study)
         missing = study.missing(configs)
@@ -73,9 +73,9 @@ def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfi
             refuse_impossible(missing)
         if configs:
             hint = f"; watch it: smupar watch {shlex.quote(str(study.folder))}" if missing else ""
-            if missing or not said:  # otherwise these runs have just ended
-                said = f"{len(configs)} runs, {len(configs) - len(missing)} of them done, in {study.folder}{hint}"
-                say(said)
+            if missing or not message:  # otherwise these runs have just ended
+                message = f"{len(configs)} runs, {len(configs) - len(missing)} of them done, in {study.folder}{hint}"
+                say(message)
         write_planned(study, missing)
         if not missing:
             return configs
@@ -221,8 +221,7 @@ def _train_division(
         if not wanted:
             continue
         # Copies fill the places of runs that are no longer wanted, and those after the last run. So all stacks have the same
-        # size:
-        # nothing has to be compiled again, and the other runs are rounded as before.
+        # size: nothing has to be compiled again, and the other runs are rounded as before.
         part = [by_id.get(run, wanted[0]) for run in runs]
         filled = part + [part[-1]] * (division.size - len(part))
         if stack is None:

@@ -72,7 +72,7 @@ class StudyForecast:
     @property
     def lines(self) -> dict[str, str]:
         smallest, largest = self.num_parameters
-        after = f", {self.num_after} of them chosen by results of others" if self.num_after else ""
+        after = f", {self.num_after} of them chosen by the results of others" if self.num_after else ""
         more = "" if self.is_all else ", and those that follow a trace of the proxy, which are not counted"
         return {
             "runs": f"{self.num_runs:,} ({self.num_done:,} done){after}{more}",
@@ -97,7 +97,7 @@ def forecast(folder: str | Path, definition: StudyDefinition, how: EngineConfig)
     costs = {config.id: estimate(config) for config in unique(configs)}
     left = [costs[config.id] for config in missing]
     sizes = [cost.num_parameters for cost in costs.values()]
-    seconds, memory, said = _on_cluster(left) if how.engine == "ray" else _here(missing, costs, how)
+    seconds, memory, how_found = _on_cluster(left) if how.engine == "ray" else _on_this_machine(missing, costs, how)
     return StudyForecast(
         folder=study.folder,
         num_runs=len(costs),
@@ -109,7 +109,7 @@ def forecast(folder: str | Path, definition: StudyDefinition, how: EngineConfig)
         flops=sum(cost.dense_flops for cost in left),
         seconds=seconds,
         memory_bytes=memory,
-        how=said,
+        how=how_found,
     )
 
 
@@ -156,7 +156,7 @@ def _on_cluster(left: Sequence[Cost]) -> tuple[float, float, str]:
     return 3600 * hours, memory, f"on one H200 at {_SHARE:.0%} of {_H200_TFLOPS:g} TFLOP/s; a cluster shares it"
 
 
-def _here(missing: Sequence[RunConfig], costs: dict[str, Cost], how: EngineConfig) -> tuple[float, float, str]:
+def _on_this_machine(missing: Sequence[RunConfig], costs: dict[str, Cost], how: EngineConfig) -> tuple[float, float, str]:
     """Seconds, bytes, and how they were found. A few steps of each shape are trained as the study would train them."""
     device = pick_device(how.device)
     seconds = memory = 0.0
@@ -180,5 +180,5 @@ def _here(missing: Sequence[RunConfig], costs: dict[str, Cost], how: EngineConfi
                 seconds += seconds_of_warm_step(stack, device) * group[0].steps * -(-len(group) // size)
             memory = max(memory, size * (each.state_bytes + each.activation_bytes))
             done += 1
-    said = f"measured on {device_name(device)} by a few steps of each shape"
-    return seconds, memory, said if is_measured else f"{said}, or from FLOPs at {_SHARE:.0%} of the peak"
+    measured = f"measured on {device_name(device)} by a few steps of each shape"
+    return seconds, memory, measured if is_measured else f"{measured}, or from FLOPs at {_SHARE:.0%} of the peak"

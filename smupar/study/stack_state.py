@@ -103,12 +103,12 @@ class StackState:
             saved = read_state(self.folder, self.runs, remedy=remedy)
             stack.load_state_dict(load_file(self.folder / saved.tensors), num_steps=saved.step)
         except DamagedFileError as error:
-            told = str(error)
+            problem = str(error)
         except (ValueError, OSError, SafetensorError) as error:
-            told = f"{self.folder} is damaged ({error}): {remedy}"
+            problem = f"{self.folder} is damaged ({error}): {remedy}"
         else:
             return saved
-        warnings.warn(told, stacklevel=2)
+        warnings.warn(problem, stacklevel=2)
         self.remove()
         return None
 

@@ -98,7 +98,7 @@ class StudyProgress:
         self.num_runs, self.num_done, self.num_running, self.num_diverged = len(configs), 0, 0, 0
         self.num_steps, self.total_steps = 0, max(1, sum(config.steps for config in configs))
         self.usual_work = sum(config.steps * _work_of_step(config) for config in configs) / self.total_steps or 1.0
-        self.work, self.weight = 0.0, 1.0  # work in usual steps; how many of these one current step counts
+        self.work, self.weight = 0.0, 1.0  # work so far in usual steps; usual steps that a current step counts as
         self.best: float | None = None
         self.doing = ""  # what happens before runs are trained
         self.ended: set[str] = set()
@@ -122,7 +122,7 @@ class StudyProgress:
 
     @property
     def share_done(self) -> float:
-        """The share of the work that is done, or of the runs where the trainer counts their steps."""
+        """The share of the work that is done, or the share of the runs if the trainer counts the steps."""
         if self.num_done == self.num_runs:
             return 1.0
         return min(1.0, max(self.work / self.total_steps, 0.0 if self.work else self.num_done / max(1, self.num_runs)))

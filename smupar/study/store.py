@@ -208,7 +208,7 @@ class Study:
         return [result for result in every if result is not None]
 
     def _name_lost_summaries(self) -> None:
-        """Names runs, each once, that have ended, since their checksums are there, and have no summary."""
+        """Names each run, once, that has ended (its checksums are there) but has no summary."""
         for folder in sorted(path.parent for path in self.runs.glob(f"*/{SUMS}")):
             if folder.name not in self._without_summary and not (folder / "summary.json").exists():
                 self._without_summary.add(folder.name)
@@ -285,7 +285,7 @@ def _has_grown(study: Study, here: dict[str, Any]) -> bool:
 
 
 def _release(version: object) -> tuple[int, ...]:
-    """The numbers of a version, to compare; none for what is no version."""
+    """The numbers in a version, for comparisons; empty for text that is not a version."""
     return tuple(int(number) for number in re.findall(r"\d+", str(version))[:3])
 
 

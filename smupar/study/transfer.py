@@ -64,8 +64,8 @@ def define_transfer(config: TransferConfig) -> StudyDefinition:
         verdicts = analyse(config, results, trace)
         drawn = panels(config, verdicts, _Ids(config, results, trace))
         answers = [_answer(config, verdict) for verdict in verdicts]
-        told, doubts = sentence(config, verdicts), tuple(doubts_about(config, verdicts))
-        return Findings(told, drawn, results, headline(verdicts, _NAMES[config.axis]), answers, doubts)
+        text, doubts = sentence(config, verdicts), tuple(doubts_about(config, verdicts))
+        return Findings(text, drawn, results, headline(verdicts, _NAMES[config.axis]), answers, doubts)
 
     runs = proposals(config)
     stages: list[Stage] = [lambda study: runs, partial(measured_proposals, config)]
@@ -126,7 +126,7 @@ def analyse(config: TransferConfig, results: Iterable[Result], trace: str | None
 def sentence(config: TransferConfig, verdicts: Sequence[Verdict]) -> str:
     """The findings in one sentence with their numbers, followed by the doubts."""
     name = _NAMES[config.axis]
-    moves = ", ".join(f"{_whose(title_of(verdict.rule))} {verdict.moved_words}" for verdict in verdicts)
+    moves = ", ".join(f"{_possessive(title_of(verdict.rule))} {verdict.moved_words}" for verdict in verdicts)
     deep = "" if config.base_depth is None else f" and depth {config.base_depth}"
     first = f"From the dense proxy of width {config.run.base_width}{deep} the best {name} moved: {moves}"
     far = verdicts[0].farthest
@@ -325,7 +325,7 @@ def _curve(config: TransferConfig, by_id: dict[str, Result], setup: Setup, trace
     return curve_of(finished, rule=rule, width=width, sparsity=sparsity, is_proxy=is_proxy, depth=depth)
 
 
-def _whose(title: str) -> str:
+def _possessive(title: str) -> str:
     return f"{title}'" if title.endswith("s") else f"{title}'s"
 
 

@@ -110,7 +110,8 @@ class Tuned:
             lines.append(f"{name:<14}{value:>9.4g}{shown}{note}")
         if self.is_small:
             lines.append(
-                f"{self.num_samples} samples are too few to tell which of them matters: at least {_LEAST_SAMPLES} are needed"
+                f"{self.num_samples} samples are too few to tell which hyperparameter matters: at least {_LEAST_SAMPLES} are "
+                "needed"
             )
         return "\n".join([*lines, f"use them with --hps {self.path}"])
 

@@ -121,13 +121,13 @@ class StudyView:
         findings, charts = self._read(waiting)
         rows = self._rows(results, waiting, signs)
         progress = _progress(rows, signs)
-        told = " ".join(findings.doubts) if findings.answers else findings.sentence  # the cards show the rest
-        said = (left_out(self.study), told, mixed_decay(findings.results))  # the page shows how many runs are done
+        found = " ".join(findings.doubts) if findings.answers else findings.sentence  # the cards show the rest
+        sentences = (left_out(self.study), found, mixed_decay(findings.results))  # the page shows how many runs are done
         return {
             "kind": "study",
             "title": self.definition.title,
             "headline": findings.headline,
-            "sentence": " ".join(filter(None, said)),
+            "sentence": " ".join(filter(None, sentences)),
             "answers": list(findings.answers),
             "charts": charts,
             "table": table_of(rows),

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from smupar.cli.answers import Reply, Told, cards, plain, show
+from smupar.cli.answers import Reply, TextLine, cards, plain, show
 from smupar.cli.main import COMMANDS, answers
 
 SIZE = "--width 64 --depth 1 --steps 3 --seq-len 8 --batch-size 1 --valid-batches 1"
@@ -151,13 +151,13 @@ def test_colours_follow_the_environment(monkeypatch, capsys, variables, has):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    show(Reply([Told("why", "PASS", "good")]), as_json=False)
+    show(Reply([TextLine("why", "PASS", "good")]), as_json=False)
     assert capsys.readouterr().out == ("\x1b[1;32mPASS\x1b[0m why\n" if has else "PASS why\n")
 
 
 def test_card_of_a_page_is_a_line_with_its_verdict_first():
     card = {"name": "SP", "value": "12x", "text": "It\nmoved.", "tone": "bad", "rule": "SP"}
-    assert cards([card]) == [Told("It moved.", "SP 12x:", "bad")]
+    assert cards([card]) == [TextLine("It moved.", "SP 12x:", "bad")]
 
 
 def test_numbers_that_json_lacks_are_null():

@@ -136,7 +136,7 @@ def test_decay_page_has_what_the_amount_costs_elsewhere():
     scans = [scan(of, density) for of in elsewhere for density in {own for own, _ in of}]
     cost = max(own[0.1] / min(own.values()) - 1 for own in scans)
     page = words("docs/decay.md")
-    assert f"At width 256, at 500 and at 8000 steps 0.1 costs at most {percent(cost, 2)} beside the best amount there" in page
+    assert f"At width 256, at 500 and at 8000 steps 0.1 costs at most {percent(cost, 2)} against the best amount there" in page
     short, long = study(steps=500), study(steps=8000)
     assert best(scan(short, 1 / 32)) == max(amount for _, amount in short)
     assert (best(scan(long, 1.0)), best(scan(long, 1 / 32))) == (0.03, 0.2)

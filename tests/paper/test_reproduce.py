@@ -164,7 +164,7 @@ def test_figure_is_drawn_from_the_runs_that_are_there(tmp_path):
         *("picture.png", "report.html", "rows.csv", "rows.json", "claim.json")
     }
     assert done.verdict == "HOLDS"
-    assert done.values["text"].startswith("SP's best learning rate moves 1x")
+    assert done.values["text"].startswith("SP's best learning rate moves by 1x")
     document = read_page(done.folder / "report.html")
     assert document["command"] == f"smupar reproduce fig11 --scale cpu --out {tmp_path}"
     with Study.open(tmp_path / "cpu" / "study", {"kind": "reproduce", "scale": "cpu", "data": "stdlib"}, "") as study:

@@ -149,7 +149,7 @@ def test_search_resumes_longer_and_repeats_nothing(tmp_path):
     text = tuned.explain()
     assert "the best of 8 samples" in text
     assert all(name in text for name in TUNED)
-    assert "8 samples are too few to tell which of them matters: at least 16 are needed" in text
+    assert "8 samples are too few to tell which hyperparameter matters: at least 16 are needed" in text
     assert "%" not in text
 
 

@@ -114,7 +114,7 @@ def table(part: Part, machine: Machine, repeats: int, device: str) -> str:
             f"{about['name']}, torch {about['torch']}; layer: forward and backward in bf16, product: forward, layers: a "
             "training step (weights and fused AdamW fp32, autocast bf16); captured: as a CUDA graph, against dense captured; "
             f"median of {repeats} rounds in turns, against dense bf16. {floor}"
-            "State: weights and indices, of layers AdamW's averages too. Peak: what a step allocates beside what is there"
+            "State: weights and indices, and for layers also AdamW's averages. Peak: what a step allocates in addition"
         )
     else:
         head = (

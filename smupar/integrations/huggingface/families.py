@@ -26,8 +26,8 @@ def base_config(config: PreTrainedConfig, width: int = 256) -> PreTrainedConfig:
     """The config of the same architecture at another width. The number of layers, the head size and the number of queries per
     key stay the same; the number of heads and the width of MLPs change in proportion.
 
-    A single head stays a single head. If keys and values have one, the number of queries per key changes with the width; if
-    queries have one, its size does, unless the config sets the size.
+    A single head stays a single head. If keys and values have a single head, the number of queries per key changes with the
+    width. If queries have a single head, its size changes, unless the config sets the size.
     """
     kind = config.model_type
     refuse(

@@ -74,9 +74,10 @@ class CheckConfig:
     """Steps of each run."""
     whole_run: int | None = None
     """Train this many steps instead, with warm-up and a learning rate that falls to zero, and report from which step on updates
-    drift. Choose the batch size and length of your own runs."""
+    drift. Pass the batch size and sequence length of your own runs."""
     weight_decay: float = 0.0
-    """How fast weights shrink: by this times lr in each step. That changes ten steps little, and a whole run much."""
+    """Weight decay: at each step weights shrink by the learning rate times this. It matters for a whole run, hardly for ten
+    steps."""
     seeds: int = 3
     """Number of seeds; more seeds make intervals smaller."""
     depth: int = 2
@@ -92,8 +93,8 @@ class CheckConfig:
     batch_size: int = 1
     """Sequences per step."""
     seq_len: int = 16
-    """Keep it small. Part of a token's update comes from other tokens' gradients, and this part shrinks with width under any
-    rule."""
+    """Tokens in a sequence. Keep it small: part of a token's update comes from other tokens' gradients, and this part shrinks
+    with width under any rule."""
     device: str = "auto"
     """auto: a GPU if there is one."""
     threads: int = 0
@@ -134,7 +135,7 @@ class GenerateConfig:
     dtype: Literal["fp32", "bf16"] = "fp32"
     """bf16: rounds weights and activations, and needs half the memory."""
     storage: Literal["auto", "dense", "packed"] = "auto"
-    """packed: on a CPU, all layers keep only their non-zeros; auto: the layers that are measured to be faster so; dense:
+    """packed: on a CPU, all layers keep only their non-zeros; auto: only the layers that this makes faster, as measured; dense:
     none."""
 
     def __post_init__(self) -> None:

@@ -37,7 +37,7 @@ STANDARD_LIBRARY = "stdlib"
 
 
 def name_of_text(data: str) -> str:
-    """The normalised name of a text: d/ becomes d, and ./stdlib stays a folder's name."""
+    """The normalised name of a text: d/ becomes d. A folder ./stdlib keeps its prefix, since stdlib is the default text."""
     path = str(PurePath(data))
     return data if path == STANDARD_LIBRARY else path
 
@@ -101,12 +101,12 @@ class RunConfig:
     rule: str = "smupar"
     """sp, mup, smupar, smupar-init-only, smupar-lr-only or smupar-aligned."""
     kappa: float | None = None
-    """For smupar-aligned: how many weights of a neuron must agree before their common part counts as much as the rest of an
-    update, as measured on the proxy (docs/rules.md)."""
+    """For smupar-aligned: with how many weights per neuron the part of an update on which they agree is as large as the rest,
+    as measured on the proxy (docs/rules.md)."""
     base_width: int = 64
     """Width at which lr, init_std and the alphas were tuned."""
     base_depth: int | None = None
-    """Number of blocks of the model on which they were tuned. Default: --depth."""
+    """Number of blocks of the model on which lr, init_std and the alphas were tuned. Default: --depth."""
     depth_rule: Literal["completep", "depth-mup", "none"] | None = None
     """How factors follow the depth. completep: branches are divided by depth over base depth; depth-mup: by its square root;
     none: not at all. Default: completep for SmuPar's rules, none for sp and mup."""
@@ -135,8 +135,8 @@ class RunConfig:
     follow: str | None = None
     """File with the trace of a proxy that the learning rates of hidden layers follow (measured updates)."""
     law: str = ""
-    """How updates are measured, for controls in studies. effect (default), rms, trust, spectral or function; every=25,
-    old=0.95, tokens=512, held-out."""
+    """How updates are measured, for controls in studies: effect (default), rms, trust, spectral or function. Options follow
+    after commas: every=25, old=0.95, tokens=512, held-out."""
     record: bool = False
     """Measure what each update does to every hidden layer, and write trace.json for other runs to follow."""
     init_std: float = 0.087

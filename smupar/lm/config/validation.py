@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from smupar.lm.config.run import ModelConfig, RunConfig
 
 _LARGEST = 1e30  # beyond it fp32 overflows
-_ROUNDING = 1e-3  # of a typed sparsity, against the one that a pattern fixes
+_ROUNDING = 1e-3  # allowed difference between a typed sparsity and the one that a pattern fixes
 
 # The largest counts, far beyond what anyone has trained. They catch typing mistakes before a list or loop of that length
 # starts.
@@ -199,11 +199,11 @@ def _check_pattern(run: RunConfig) -> None:
     if fixed := n_of_m(run.pattern):
         kept, of = fixed
         refuse(not 0 < kept < of, f"pattern {run.pattern!r}: N:M needs 0 < N < M")
-        exact, said = 1 - kept / of, run.sparsity or 0.0
+        exact, typed = 1 - kept / of, run.sparsity or 0.0
         refuse(
-            said and abs(said - exact) > _ROUNDING,
+            typed and abs(typed - exact) > _ROUNDING,
             f"the pattern {run.pattern} keeps {kept} of {of} weights: leave --sparsity out, or say {exact:g} "
-            f"(or 0 for a dense model), not {said:g}",
+            f"(or 0 for a dense model), not {typed:g}",
         )
     refuse(
         run.allocation != "uniform" and ":" in run.pattern,

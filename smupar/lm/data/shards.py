@@ -31,7 +31,7 @@ INDEX, PROGRESS, VERIFIED = "index.json", "progress.json", "verified.json"
 _CHUNK = 1 << 22  # bytes that are read or written at a time
 _AGAIN = "delete the folder and prepare it again"
 BAR_BYTES = 1 << 30  # hashing fewer bytes takes about a second and needs no progress bar
-_SMALL = BAR_BYTES  # a text of so many bytes is read at each start, since disks forget without a change of time
+_SMALL = BAR_BYTES  # a text of up to this size is read at each start, since disks lose data without changing times
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def verify(folder: str | Path) -> ShardIndex:
 
 @lru_cache(maxsize=64)
 def _check_once(folder: Path, state: str) -> None:
-    """Reads all shards. The runs of a study share a text, so this is done again only if the files have another ``state``."""
+    """Reads all shards, but only once for each ``state`` of the files, since the runs of a study share a text."""
     index = read_index(folder)
     check_content(folder, index, index.shards)
 

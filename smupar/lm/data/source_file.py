@@ -1,4 +1,4 @@
-"""Reads a file once, hashes it on the way, and notices changes to it, also later ones."""
+"""Reads a file once, hashes it while reading, and notices if it changes, then or later."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def _refuse_if_changed(path: Path, read: ReadBytes, size: int, *, looks_the_same
 
 
 def still_begins_with(path: Path, read: ReadBytes, bar: tqdm[Any]) -> bool:
-    """Whether a file holds what was read from it before."""
+    """Whether a file still begins with what was read from it before."""
     with open_source(path, None) as (_, raw):
         while missing := read.num_bytes - raw.so_far.num_bytes:
             chunk = raw.read(min(missing, PIECE))

@@ -94,7 +94,8 @@ def join(how: Execution) -> Iterator[World]:
             dist.barrier()  # a rank that leaves early would break the others' connections
         except RuntimeError as error:
             if isinstance(error, dist.DistError) or "gloo/" in str(error):
-                raise ConnectionError(f"rank {rank} has lost another rank: see what that one said, then start again") from error
+                message = f"rank {rank} has lost another rank: see the output of that rank, then start again"
+                raise ConnectionError(message) from error
             raise
         finally:
             dist.destroy_process_group()
@@ -165,6 +166,6 @@ def accumulate(forward: nn.Module, *, last: bool) -> Iterator[None]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Restores the shards after a forward pass without a backward pass, after which FSDP2 leaves full parameters."""
+    """Restores the shards after a forward pass without a backward pass. FSDP2 leaves full parameters after such a pass."""
     if isinstance(model, FSDPModule):
         model.reshard()

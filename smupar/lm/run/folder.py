@@ -145,7 +145,8 @@ class RunFolder:
                 Trace.load(config.follow).save(self.path / FOLLOWED_FILE)
             write_atomic(self.path / "config.json", config.to_json())
         elif corpus.tokenizer is not None and not _holds(self.path / TOKENIZER_FILE, corpus.tokenizer):
-            warnings.warn(f"{self.path / TOKENIZER_FILE} is damaged: that of the text replaces it", UserWarning, stacklevel=2)
+            damaged = self.path / TOKENIZER_FILE
+            warnings.warn(f"{damaged} is damaged: the text's tokenizer replaces it", UserWarning, stacklevel=2)
             write_atomic(self.path / TOKENIZER_FILE, corpus.tokenizer)
 
     def _refuse_another(self, config: RunConfig, corpus: Corpus) -> None:

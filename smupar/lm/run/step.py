@@ -85,7 +85,7 @@ class Stepper:
         facts = facts_of(self.config.optimizer)
         refuse(self.config.prunes, f"a run that is pruned starts dense: leave out --storage {how.storage}")
         refuse(facts.mixes_entries, f"{facts.name} needs whole matrices: leave out --storage {how.storage}")
-        with fast_products():  # as in the steps, for auto compares with them
+        with fast_products():  # as in training, since auto compares with these products
             return sparsify_storage(
                 self.model,
                 self.plan,
@@ -136,8 +136,8 @@ class Stepper:
     def traces(self) -> list[Trace | None]:
         return [None if self.updates is None else self.updates.trace]
 
-    def _seen(self) -> contextlib.AbstractContextManager[object]:
-        """Runs an observed step without compiled code, which would skip the hooks on gradients."""
+    def _uncompiled_if_observed(self) -> contextlib.AbstractContextManager[object]:
+        """The context for a step: without compiled code, which would skip hooks on gradients, if the step is observed."""
         looks = self.observer is not None and self.observer.is_due
         return torch.compiler.set_stance("force_eager") if looks and self.compiled else contextlib.nullcontext()
 
@@ -153,7 +153,7 @@ class Stepper:
 
     def step(self, step: int) -> Tensor:
         set_lr(self.optimizers, lr_share(step, self.config))
-        with self._seen():
+        with self._uncompiled_if_observed():
             return self._update(*self._batch(self.corpus.train, self.config.seed, step)).clone()
 
     def _passes(self, inputs: Tensor, targets: Tensor) -> Tensor:

@@ -80,12 +80,12 @@ def _train(
     if folder:
         folder.begin(config, corpus)  # not earlier, since a configuration that cannot be built must not occupy the folder
     if shows:
-        _say(world, _told(stepper, full=how.full))
+        _say(world, _plan_text(stepper, full=how.full))
     if world.is_main and config.few_moves_warning:
         warnings.warn(config.few_moves_warning, PlanWarning, stacklevel=3)
     progress = _resumed(stepper, path, folder)
     if shows:
-        doing = f"going on from step {progress.step} of {config.steps}, in" if progress.step else "training in"
+        doing = f"continuing from step {progress.step} of {config.steps}, in" if progress.step else "training in"
         _say(world, f"{doing} {path}; watch it: smupar watch {shlex.quote(str(path))}")
     cadence = Cadence(
         config.steps, how.log_every, how.valid_every or max(1, config.steps // _NUM_VALIDATIONS), save_every=how.save_every
@@ -106,7 +106,7 @@ def _train(
     return summary
 
 
-def _told(stepper: Stepper, *, full: bool) -> str:
+def _plan_text(stepper: Stepper, *, full: bool) -> str:
     """The text about the plan, and about the storage of weights."""
     plan = str(stepper.plan) if full else f"{summary_of(stepper.plan)}\n--full prints every parameter"
     return plan if stepper.storage is None else f"{plan}\n{stepper.storage}"

@@ -162,7 +162,7 @@ def inspect_run(path: Path, found: Inspection) -> RunConfig | None:
 
 
 def _metrics(path: Path, found: Inspection) -> None:
-    """The rows of a run that has ended have a checksum in sums.json, those of another in its last checkpoint."""
+    """Inspects the rows of a run. If the run has ended, their checksum is in sums.json, otherwise in the last checkpoint."""
     file, last = path / METRICS_FILE, checkpoint.latest(path / "checkpoints")
     if file.exists():
         with found.part():

@@ -157,7 +157,7 @@ def test_state_of_the_wrong_kind_is_named(finished, config, tmp_path, change):
 def test_run_goes_back_to_a_step_and_ends_the_same(finished, config, tmp_path, capsys):
     folder = shutil.copytree(finished[0], tmp_path / "run")
     train(config, replace(HOW, out=str(folder), from_step=27))
-    assert "going on from step 27 of 30" in capsys.readouterr().err
+    assert "continuing from step 27 of 30" in capsys.readouterr().err
     assert_same_run(folder, finished[0])
     train(config, replace(HOW, out=str(folder), from_step=0))
     assert "training in" in capsys.readouterr().err

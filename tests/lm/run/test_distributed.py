@@ -112,7 +112,8 @@ def test_rank_that_loses_the_other_says_so_in_one_line(config, tmp_path):
     ranks[0].join(60)
     assert ranks[0].exitcode == 2, logs[0].read_text()
     assert (
-        logs[0].read_text().splitlines()[-1] == "smupar: rank 0 has lost another rank: see what that one said, then start again"
+        logs[0].read_text().splitlines()[-1]
+        == "smupar: rank 0 has lost another rank: see the output of that rank, then start again"
     )
 
 
