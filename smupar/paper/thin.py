@@ -37,8 +37,8 @@ def claim(rows: Rows) -> Claim:
     holds = all(move <= STABLE for num, (move, _) in by_num.items() if num >= MIN_WEIGHTS_PER_NEURON)
     return Claim(
         holds,
-        f"with {MIN_WEIGHTS_PER_NEURON} weights per neuron or more the best learning rate moves by at most {STABLE:g}x: {words}; "
-        "in parentheses, what the dense model's best one costs",
+        f"with {MIN_WEIGHTS_PER_NEURON} weights per neuron or more the best learning rate moves by at most {STABLE:g}x: {words}"
+        "; in parentheses, what the dense model's best one costs",
     )
 
 
