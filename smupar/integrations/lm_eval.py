@@ -15,6 +15,7 @@ import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,26 @@ from smupar.integrations.eval_table import Number, Results, TaskResults
 from smupar.lm.config.commands import EvalConfig, TasksConfig
 from smupar.lm.use import score
 from smupar.output.files import resolved
+from smupar.output.json_files import as_record
 from smupar.output.optional import first_line, optional
 from smupar.plan.settings import refuse
+
+
+@dataclass(frozen=True)
+class _Questions:
+    """The header of a file of requests: where they come from."""
+
+    tasks: list[str]
+    data_dir: str | None
+    limit: int | None
+    sha256: str  # of the requests, and of the documents with the right answers
+    lm_eval: str  # version
+
+
+def _read_requests(path: str | Path) -> tuple[_Questions, list[score.ScoreRequest]]:
+    header, asked = score.read_requests(path)
+    ours = {item.name: header[item.name] for item in fields(_Questions) if item.name in header}
+    return as_record(_Questions, ours, source=str(path), remedy="make it with smupar eval requests"), asked
 
 
 def evaluate(config: EvalConfig) -> Results:
@@ -34,8 +53,8 @@ def evaluate(config: EvalConfig) -> Results:
     for folder in config.folders:
         score.refuse_without_model(folder)
     if requests.exists():
-        there, asked = score.read_requests(requests)[0], config.questions
-        old, new = (tuple(there["tasks"]), there["limit"]), (tuple(asked.tasks), asked.limit)
+        there, asked = _read_requests(requests)[0], config.questions
+        old, new = (tuple(there.tasks), there.limit), (tuple(asked.tasks), asked.limit)
         if old != new:
             scopes = "; ".join(f"{', '.join(tasks)}, limit {limit}" for tasks, limit in (old, new))
             raise ValueError(f"{out} holds results of other questions (there and here: {scopes}): choose another --out")
@@ -51,25 +70,17 @@ def evaluate(config: EvalConfig) -> Results:
 def write_requests(config: TasksConfig, out: str | Path) -> str:
     """Writes all requests to a file. Returns a line about its content."""
     requests, digest = _requests(load_tasks(config), config)
-    score.write_requests(
-        Path(out),
-        {
-            "tasks": list(config.tasks),
-            "data_dir": None if config.data_dir is None else str(Path(config.data_dir).resolve()),
-            "limit": config.limit,
-            "sha256": digest,
-            "lm_eval": _module("lm_eval").__version__,
-        },
-        requests,
-    )
+    data_dir = None if config.data_dir is None else str(Path(config.data_dir).resolve())
+    questions = _Questions(list(config.tasks), data_dir, config.limit, digest, _module("lm_eval").__version__)
+    score.write_requests(Path(out), asdict(questions), requests)
     counts = Counter(request.task for request in requests)
     return f"{len(requests):,} requests ({', '.join(f'{task} {count:,}' for task, count in counts.items())}) in {out}"
 
 
 def tabulate(requests: str | Path, scores: Sequence[str | Path], out: str | Path, *, data_dir: str | None = None) -> Results:
     """Turns the scores of several models into the harness's numbers, and writes them to the folder ``out``."""
-    header, asked = score.read_requests(requests)
-    config = TasksConfig(tuple(header["tasks"]), data_dir or header["data_dir"], header["limit"])
+    questions, asked = _read_requests(requests)
+    config = TasksConfig(tuple(questions.tasks), data_dir or questions.data_dir, questions.limit)
     models = []
     for file in scores:  # read before the slow steps, to raise errors early
         identity, answers = score.read_scores(file)
@@ -83,7 +94,7 @@ def tabulate(requests: str | Path, scores: Sequence[str | Path], out: str | Path
     tasks = load_tasks(config)
     _, digest = _requests(tasks, config)
     refuse(
-        digest != header["sha256"],
+        digest != questions.sha256,
         f"{requests} was made from other documents than those of {config.data_dir or 'the harness now'}: make and score it "
         "again",
     )

@@ -42,9 +42,11 @@ def read_published(path: Path) -> dict[str, Any]:
             if missing := needed - row.keys():
                 raise DamagedFileError(f"{path} is damaged (row {number} has no {min(missing)!r}): {_PUBLISH_AGAIN}")
         try:
-            results(facts)
+            others = [result.summary.id for result in results(facts) if result.config.id != result.summary.id]
         except ValueError as error:
             raise DamagedFileError(f"{path} is damaged ({error}): {_PUBLISH_AGAIN}") from error
+        if others:
+            raise DamagedFileError(f"{path} is damaged (the fields of run {others[0]} are those of another): {_PUBLISH_AGAIN}")
     return facts
 
 

@@ -440,6 +440,36 @@ def test_files_of_another_kind_raise_with_the_remedy(run, tmp_path):
         read_requests(requests)
 
 
+def test_changed_or_missing_lines_are_named(run, data, tmp_path):
+    """A digit of a score, a letter of a question, a question that is gone."""
+    requests, scores = tmp_path / "requests.jsonl", tmp_path / "scores.jsonl"
+    write_requests(TasksConfig(("piqa",), data), requests)
+    score_file(run, requests, scores, ON_CPU)
+    asked, answered = requests.read_text(), scores.read_text()
+    lines = asked.splitlines(keepends=True)
+    for path, content, said in (
+        (requests, asked.replace(" zzz", " zzy", 1), r"requests\.jsonl, line \d+, is damaged \(its content does not match"),
+        (
+            requests,
+            "".join(lines[:-1]),
+            r"requests\.jsonl is damaged \(11 requests, expected 12\): make it with smupar eval req",
+        ),
+        (requests, lines[0].replace('"limit"', '"limits"') + "".join(lines[1:]), r"requests\.jsonl, line 1, is damaged"),
+        (
+            requests,
+            '{"format": "smupar-requests/1"}\n' + "".join(lines[1:]),
+            r"requests\.jsonl .*the field 'data_dir' is missing",
+        ),
+        (scores, answered.replace('"loglikelihood": -', '"loglikelihood": -1', 1), r"scores\.jsonl, line 2, is damaged"),
+    ):
+        path.write_text(content)
+        with pytest.raises(ValueError, match=said):
+            tabulate(requests, [scores], tmp_path / "table")
+        requests.write_text(asked)
+        scores.write_text(answered)
+    assert tabulate(requests, [scores], tmp_path / "table").documents == {"piqa": 6}
+
+
 def test_diverged_model_raises(tmp_path):
     folder = _chain(tmp_path / "broken", {"a": "b"})
     requests = tmp_path / "requests.jsonl"

@@ -11,7 +11,7 @@ import pytest
 from smupar.lm.data.batches import open_text
 from smupar.paper import publish
 from smupar.paper.figure import Claim
-from smupar.paper.published import restore
+from smupar.paper.published import read_published, restore
 from smupar.paper.reproduce import Reproduced, figure, reproduce
 from smupar.study.config import EngineConfig
 from smupar.study.store import Study
@@ -42,6 +42,15 @@ def test_rows_of_a_published_page_stand_for_their_runs(tmp_path, capsys):
         (pages / "fig11.json").write_text(json.dumps({**facts[0], field: value}))
         with pytest.raises(ValueError, match="no run of this figure has ended"):
             reproduce("fig11", CPU, EngineConfig(), out=str(tmp_path / field), published=str(pages), so_far=True)
+
+
+def test_row_whose_fields_have_changed_is_named(tmp_path):
+    facts = json.loads((RESULTS / "fig06.json").read_text())
+    row = facts["rows"][3]
+    row["lr"] = row["lr"] * 2
+    (tmp_path / "fig06.json").write_text(json.dumps(facts))
+    with pytest.raises(ValueError, match=rf"fig06\.json is damaged \(the fields of run {row['id']} are those of another\)"):
+        read_published(tmp_path / "fig06.json")
 
 
 def test_rows_never_stand_for_runs_that_record_or_follow_a_trace(tmp_path):

@@ -41,11 +41,12 @@ from smupar.lm.use.load import (
     read_description,
 )
 from smupar.output.files import resolved, write_atomic, writing
-from smupar.output.json_files import DamagedFileError, parse_json, read_text
+from smupar.output.json_files import DamagedFileError, parse_object, read_text, sealed_json
 from smupar.plan.settings import refuse
 
 _AT_ONCE = 1024  # number of positions whose probabilities are in memory at the same time
 REQUESTS_FORMAT, SCORES_FORMAT = "smupar-requests/1", "smupar-scores/1"
+_COUNT = "num_requests"  # field of the header of a file of requests
 
 
 @dataclass(frozen=True)
@@ -261,8 +262,8 @@ def score_file(folder: str, requests: str | Path, out: str | Path, config: Scori
                     not math.isfinite(answer.loglikelihood),
                     f"{folder} gives {request.where} a loglikelihood that is not finite: has the model diverged?",
                 )
-                line = {"task": request.task, "doc": request.doc, "index": request.index, "key": request.key}
-                file.write(json.dumps(line | asdict(answer)) + "\n")
+                row = {"task": request.task, "doc": request.doc, "index": request.index, "key": request.key}
+                file.write(_line(row | asdict(answer)))
             file.flush()
             bar.update(len(scored))
     return f"{folder}: {len(missing):,} scores, {len(answered):,} already computed, in {path}"
@@ -273,7 +274,7 @@ def _begin(path: Path, header: dict[str, Any]) -> dict[str, Score]:
     path.parent.mkdir(parents=True, exist_ok=True)
     text = read_text(path, remedy="choose another --out") if path.exists() else ""
     if not text.strip():
-        write_atomic(path, json.dumps(header) + "\n")
+        write_atomic(path, _line(header))
         return {}
     if not text.endswith("\n"):  # the process was killed while writing this line
         write_atomic(path, text[: text.rfind("\n") + 1])
@@ -288,13 +289,22 @@ def _begin(path: Path, header: dict[str, Any]) -> dict[str, Score]:
 
 def write_requests(path: Path, header: dict[str, Any], requests: list[ScoreRequest]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [{"format": REQUESTS_FORMAT, **header}, *(asdict(request) for request in requests)]
-    write_atomic(path, "".join(json.dumps(line) + "\n" for line in lines))
+    rows = [{"format": REQUESTS_FORMAT, _COUNT: len(requests), **header}, *(asdict(request) for request in requests)]
+    write_atomic(path, "".join(map(_line, rows)))
+
+
+def _line(row: dict[str, Any]) -> str:
+    return sealed_json(row, indent=None) + "\n"
 
 
 def read_requests(path: str | Path) -> tuple[dict[str, Any], list[ScoreRequest]]:
-    header, rows = _read(Path(path), REQUESTS_FORMAT, "make it with smupar eval requests")
-    return header, [_from_row(ScoreRequest, row, path, number) for number, row in rows]
+    remedy = "make it with smupar eval requests"
+    header, rows = _read(Path(path), REQUESTS_FORMAT, remedy)
+    asked = [_from_row(ScoreRequest, row, path, number) for number, row in rows]
+    expected = header.get(_COUNT, len(asked))  # older versions did not count them
+    if len(asked) != expected:
+        raise DamagedFileError(f"{path} is damaged ({len(asked)} requests, expected {expected}): {remedy}")
+    return header, asked
 
 
 def read_scores(path: str | Path) -> tuple[dict[str, Any], dict[str, Score]]:
@@ -324,7 +334,7 @@ def _from_row(kind: type[Any], row: dict[str, Any], path: str | Path, number: in
 
 
 def read_lines(path: Path, remedy: str) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Objects of a JSONL file and the numbers of their lines."""
+    """Objects of a JSONL file without their seals, and the numbers of their lines."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             source = f"{path}, line {number},"
@@ -333,6 +343,4 @@ def read_lines(path: Path, remedy: str) -> Iterator[tuple[int, dict[str, Any]]]:
             except UnicodeDecodeError as error:
                 raise DamagedFileError(f"{source} is not UTF-8 text: {remedy}") from error
             if text.strip():
-                row = parse_json(text, source=source, remedy=remedy)
-                refuse(not isinstance(row, dict), f"{source} is not an object: {remedy}")
-                yield number, row
+                yield number, parse_object(text, source=source, remedy=remedy)
