@@ -213,15 +213,19 @@ def _is_ahead(name: str, gaps: dict[float, float], spread: float | None) -> Clai
     words = ", ".join(f"{gap:+.1%} at {_density(sparsity)}" for sparsity, gap in gaps.items())
     whose = "the spread of seeds" if spread else "the usual spread of seeds (one seed here)"
     than = f"more than {NUM_SPREADS} x {spread or USUAL_SPREAD:.2%}, {whose}"
-    return Claim(min(gaps.values()) > asked, f"{name} ends above SmuPar at every density below 1, by {than}: {words}")
+    return Claim(min(gaps.values()) > asked, f"{_quoted(name)} ends above SmuPar at every density below 1, by {than}: {words}")
 
 
 def _grows(name: str, gaps: dict[float, float]) -> Claim:
     shares = list(gaps.values())
     correlation = _rank_correlation(shares)
-    text = f"the gap of {name} grows steadily with sparsity, from {shares[0]:+.1%} to {shares[-1]:+.1%} "
+    text = f"the gap of {_quoted(name)} grows steadily with sparsity, from {shares[0]:+.1%} to {shares[-1]:+.1%} "
     text += f"(rank correlation {correlation:.2f}, more than {_CORRELATION:g} is needed)"
     return Claim(shares[-1] > shares[0] and correlation > _CORRELATION, text)
+
+
+def _quoted(name: str) -> str:
+    return f"'{name}'" if "," in name else name
 
 
 def _density(sparsity: float) -> str:

@@ -39,12 +39,12 @@ def _worse(ablation: list[Curve], smupar: list[Curve], name: str, spread: float)
     return (
         Claim(
             move > MORE * ours,
-            f"{name} moves by {times(move)}{edge(ablation)}, more than {MORE:g} x SmuPar's {times(ours)}",
+            f"'{name}' moves by {times(move)}{edge(ablation)}, more than {MORE:g} x SmuPar's {times(ours)}",
         ),
         Claim(
             gap > spread,
-            f"{name} ends above SmuPar at the dense optimum and the highest sparsity, by more than {spread:.1%}, the spread of "
-            f"seeds: {loss:.3f} against {our_loss:.3f}, {gap:+.1%}",
+            f"'{name}' ends above SmuPar at the dense optimum and the highest sparsity, by more than {spread:.1%}, the spread "
+            f"of seeds: {loss:.3f} against {our_loss:.3f}, {gap:+.1%}",
         ),
     )
 
