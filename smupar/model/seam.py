@@ -78,7 +78,7 @@ class Seam:
     def __str__(self) -> str:
         lines = []
         for when, names in (("before", BEFORE), ("after", AFTER)):
-            owners = {name: [getattr(own, "__name__", type(own).__name__) for own in self.owners(name)] for name in names}
+            owners = {name: [getattr(owner, "__name__", type(owner).__name__) for owner in self.owners(name)] for name in names}
             shown = ", ".join(f"{name} ({', '.join(titles)})" for name, titles in owners.items() if titles)
             lines.append(f"{when}: {shown or 'nothing'}")
         return "\n".join(lines)

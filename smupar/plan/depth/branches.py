@@ -16,7 +16,7 @@ from statistics import median
 import torch
 from torch import nn
 
-from smupar.plan.depth.correspondence import Correspondence, correspond
+from smupar.plan.depth.correspondence import Correspondence
 from smupar.plan.facts.layers import kind_of
 from smupar.plan.forward.run import CannotRunError, Example
 from smupar.plan.forward.uses import Usage
@@ -86,14 +86,6 @@ def _usage_of(base: nn.Module, example: Example | None) -> tuple[Usage | None, s
         return watch(base, example, scaling={name: () for name, _ in base.named_parameters()}, reads={}), ""
     except CannotRunError as error:
         return None, f"the example could not be run through base ({error})"
-
-
-def find_branches(model: nn.Module, base: nn.Module, example: Example) -> list[str] | None:
-    """The modules that end residual branches, in the lists of layers whose length differs between model and base. None if a
-    forward pass does not show the modules."""
-    depth = correspond(model, base)
-    usage, _ = _usage_of(base, example)
-    return sorted(_inferred(model, base, depth, usage)) or None if usage and depth.lists else None
 
 
 def _inferred(model: nn.Module, base: nn.Module, depth: Correspondence, usage: Usage) -> set[str]:

@@ -91,7 +91,7 @@ def _as_power_of_size(value: float, module: nn.Module, other: nn.Module) -> floa
     """The value that a number has in the base, if it is a power of one of the module's scaling sizes; otherwise None. This
     serves bases on the meta device, whose buffers have no values."""
     pairs = zip(module.parameters(), other.parameters(), strict=False)
-    sizes = {sizes for own, base in pairs for sizes in zip(own.shape, base.shape, strict=False) if sizes[0] != sizes[1]}
+    sizes = {sizes for ours, base in pairs for sizes in zip(ours.shape, base.shape, strict=False) if sizes[0] != sizes[1]}
     for size, base_size in sizes:
         for exponent in (0.5, -0.5, 1.0, -1.0):
             if math.isclose(value, size**exponent, rel_tol=1e-5):
@@ -143,11 +143,19 @@ def in_sums(multipliers: list[Multiplier], seen: Collection[tuple[str, float]], 
     paths  module path of the model -> of the base
     """
     fitting = [
-        {(path, number) for path, number in seen if path == paths.get(own.path, own.path) and own.may_enter_as(number)}
-        for own in multipliers
+        {
+            (path, number)
+            for path, number in seen
+            if path == paths.get(multiplier.path, multiplier.path) and multiplier.may_enter_as(number)
+        }
+        for multiplier in multipliers
     ]
     counts = Counter(pair for pairs in fitting for pair in pairs)  # two multipliers that fit one number cannot be told apart
-    return [own for own, pairs in zip(multipliers, fitting, strict=True) if pairs and all(counts[pair] == 1 for pair in pairs)]
+    return [
+        multiplier
+        for multiplier, pairs in zip(multipliers, fitting, strict=True)
+        if pairs and all(counts[pair] == 1 for pair in pairs)
+    ]
 
 
 def chosen(multipliers: list[Multiplier], choice: str) -> tuple[Multiplier, ...]:

@@ -9,7 +9,7 @@ import smupar
 from smupar.check.whole_run.report import RunReport
 from smupar.cli.main import main
 from tests.check.coordinates.grid import Fork, batches_of, token_batches
-from tests.check.coordinates.test_depth import ENDS, Net
+from tests.check.coordinates.test_depth import ENDS, net
 from tests.check.coordinates.test_depth import loss_of as depth_loss
 from tests.loops import loss_of
 
@@ -76,7 +76,7 @@ def deep(**settings):
     """A check over depth, of models whose branches CompleteP divides."""
     batches = token_batches(24, shape=(2, 8))
     given = {"base_width": 16, "widths": [32], "depths": [2, 8], "lr": 2**-7, "weight_decay": 0.1, "seeds": 2, "horizon": 24}
-    return smupar.coord_check(Net, depth_loss, batches, progress=False, **{"branches": ENDS, **given, **settings})
+    return smupar.coord_check(net, depth_loss, batches, progress=False, **{"branches": ENDS, **given, **settings})
 
 
 def test_whole_runs_are_compared_over_depth_at_the_same_places():
