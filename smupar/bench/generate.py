@@ -9,14 +9,13 @@ text. A model that fits into the processor's last-level cache can be faster than
 from __future__ import annotations
 
 import copy
-import json
 import math
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from tqdm import tqdm
 
 from smupar.bench.facts import hardware
 from smupar.bench.sparse.rows import Machine, measure_machine
+from smupar.bench.stored import read_rows, write_rows
 from smupar.execute.sparse.convert import sparsify_storage
 from smupar.execute.sparse.packed import PACKED, PackedLinear, pack
 from smupar.execute.timing import best_of
@@ -34,11 +34,10 @@ from smupar.lm.config.run import ModelConfig, RunConfig
 from smupar.lm.model.gpt import GPT, build
 from smupar.lm.use.export import folded
 from smupar.lm.use.generate import of_gpt
-from smupar.output.files import write_atomic
-from smupar.output.json_files import read_object
 from smupar.output.tables import aligned
 from smupar.plan.settings import refuse
 
+_FILE = "generate.json"
 _PROMPT = 64  # tokens
 _BASELINE = "dense bf16"
 Run = Callable[[int], "Took"]  # generates this many tokens of every text, after a first one
@@ -84,7 +83,7 @@ def bench_generate(
     width, depth = width or (4096 if on_gpu else 1024), depth or (4 if on_gpu else 8)
     config = ModelConfig(width=width, depth=depth, head_dim=min(64, width), vocab_size=256, context=2048)
     machine = _memory(measure_machine(where), where)
-    rows = _read(out)
+    rows = [] if out is None else read_rows(Speed, Path(out) / _FILE)
     cases = [(density, batch) for density in densities or (1 / 4, 1 / 8, 1 / 32) for batch in batches]
     for density, batch in tqdm(cases, desc="bench", leave=False):
         key = (width, depth, density, batch, torch.get_num_threads())
@@ -92,8 +91,7 @@ def bench_generate(
             continue
         rows += _case(config, density, batch, tokens, repeats, machine, where)
         if out is not None:
-            Path(out).mkdir(parents=True, exist_ok=True)
-            write_atomic(Path(out) / "generate.json", json.dumps({**_facts(where), "rows": [*map(asdict, rows)]}, indent=1))
+            write_rows(Path(out) / _FILE, _facts(where), rows)
     return _table(rows, machine, where, repeats, tokens)
 
 
@@ -293,13 +291,6 @@ def _facts(device: torch.device) -> dict[str, Any]:
 
         versions["transformers"] = transformers.__version__
     return {"hardware": hardware(device), "threads": torch.get_num_threads(), **versions}
-
-
-def _read(out: str | None) -> list[Speed]:
-    file = Path(out or "") / "generate.json"
-    if out is None or not file.exists():
-        return []
-    return [Speed(**row) for row in read_object(file, remedy="remove it to measure again")["rows"]]
 
 
 def _table(rows: list[Speed], machine: Machine, device: torch.device, repeats: int, tokens: int) -> str:

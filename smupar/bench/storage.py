@@ -8,7 +8,6 @@ and not measured again, so you can stop the benchmark at any time.
 from __future__ import annotations
 
 import gc
-import json
 import math
 import warnings
 from collections import Counter
@@ -17,20 +16,18 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from tqdm import tqdm
 
 from smupar.bench.facts import hardware, random_text
 from smupar.bench.sparse.rows import Machine, measure_machine
+from smupar.bench.stored import read_rows, write_rows
 from smupar.execute.timing import in_turns, seconds_of
 from smupar.lm.config.run import Execution, ModelConfig, RunConfig, StorageName
 from smupar.lm.model.cost import estimate
 from smupar.lm.run.distributed import World
 from smupar.lm.run.step import Stepper
-from smupar.output.files import write_atomic
-from smupar.output.json_files import read_object
 from smupar.output.optional import first_line
 from smupar.output.tables import aligned
 from smupar.plan.settings import refuse
@@ -93,7 +90,7 @@ def bench_storage(
     tokens, seq_len = tokens or (16384 if on_gpu else 2048), seq_len or (2048 if on_gpu else 256)
     sizes = widths or ((4096, 2048, 1024) if on_gpu else (1024, 512))
     cases = [case for width in sizes for case in _cases(width, depth, tokens, seq_len, on_gpu=on_gpu)]
-    rows, missed = _read(out), list[str]()
+    rows, missed = [] if out is None else read_rows(StepTime, Path(out) / _FILE), list[str]()
     machine = measure_machine(where)
     measured = {row.case for row in rows}
     for case in tqdm([case for case in cases if case not in measured], desc="bench", leave=False, disable=None):
@@ -102,9 +99,8 @@ def bench_storage(
         except Exception as error:  # compilers and kernel libraries may raise anything; the next row may work
             missed.append(f"not measured: {case.storage} at {case.width}, {_share(case.density)}: {first_line(error)}")
         if out is not None:
-            Path(out).mkdir(parents=True, exist_ok=True)
             facts = {"hardware": hardware(where), "torch": str(torch.__version__), **asdict(machine)}
-            write_atomic(Path(out) / _FILE, json.dumps({**facts, "rows": [*map(asdict, rows)]}, indent=1))
+            write_rows(Path(out) / _FILE, facts, rows)
         _free(where)
     return "\n".join([_head(where, machine, repeats), aligned([*_lines([row for row in rows if row.case in cases])]), *missed])
 
@@ -164,14 +160,6 @@ def _free(device: torch.device) -> None:
         torch.compiler.reset()
         gc.collect()
         torch.cuda.empty_cache()
-
-
-def _read(out: str | None) -> list[StepTime]:
-    file = Path(out or "") / _FILE
-    if out is None or not file.exists():
-        return []
-    rows: list[dict[str, Any]] = read_object(file, remedy="remove it to measure again")["rows"]
-    return [StepTime(**{**row, "case": StorageCase(**row["case"])}) for row in rows]
 
 
 # The table
