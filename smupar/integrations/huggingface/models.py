@@ -17,7 +17,6 @@ from smupar.integrations.huggingface.folders import keep_plan
 from smupar.integrations.huggingface.inputs import fitting, runs
 from smupar.model import parameterize as apply
 from smupar.model.attention import call, set_scales
-from smupar.plan.depth.correspondence import correspond
 from smupar.plan.forward.run import Example, moved
 from smupar.plan.make import Settings
 from smupar.plan.notes import Note
@@ -66,7 +65,6 @@ def parameterize(
             stacklevel=2,
         )
     settings.setdefault("multipliers", "base")
-    _refuse_shared_layers(model, narrow)
     given = settings.get("example")
     if "example" not in settings:
         settings["example"] = fitting(narrow if isinstance(narrow, PreTrainedModel) else model)
@@ -182,17 +180,6 @@ def _with_known_roles(model: PreTrainedModel, base: nn.Module, settings: Setting
     if delta is None and getattr(base, "config", config).hidden_size == config.hidden_size:
         delta = build(type(model), base_config(config, 2 * config.hidden_size))
     return {**settings, "roles": roles | {glob: role for glob, role in hidden.items() if glob not in roles}, "delta": delta}
-
-
-def _refuse_shared_layers(model: PreTrainedModel, base: nn.Module) -> None:
-    """Refuses models whose depth differs without a list of layers that shows it. In other models the example's forward pass
-    shows the residual branches."""
-    counts = [getattr(getattr(each, "config", None), "num_hidden_layers", None) for each in (model, base)]
-    refuse(
-        counts[0] != counts[1] and not correspond(model, base).lists,
-        f"model and base have {counts[0]} and {counts[1]} layers, but no list of layers shows it, since layers share their "
-        "weights: build the base's config with as many layers",
-    )
 
 
 def _to_confirm(model: PreTrainedModel) -> str:

@@ -9,9 +9,11 @@ refused, or gets the base's numbers, so that depth is not counted twice.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from statistics import median
+from typing import Any
 
 import torch
 from torch import nn
@@ -22,7 +24,7 @@ from smupar.plan.forward.run import CannotRunError, Example
 from smupar.plan.forward.uses import Usage
 from smupar.plan.forward.watcher import watch
 from smupar.plan.notes import Note
-from smupar.plan.scales.multipliers import Multiplier
+from smupar.plan.scales.multipliers import Multiplier, as_config
 from smupar.plan.settings import layer_glob, match_globs, refuse
 from smupar.rules import DepthRule, depth_factor
 
@@ -41,7 +43,10 @@ def branch_factors(
     in the base. ``branches`` are the user's globs; without them the example's forward pass shows the branches."""
     paths = [path for path, _ in model.named_modules() if path]
     chosen = {path for glob in branches or () for path in match_globs({glob: True}, paths, setting="branches", among="modules")}
-    if not depth.lists or rule.alpha is None:
+    if rule.alpha is None:
+        return ()
+    if not depth.lists:
+        _refuse_repeated_layers(model, base, depth)
         return ()
     shallower = [path for path, multiplier in depth.lists.items() if multiplier < 1]
     refuse(
@@ -58,6 +63,32 @@ def branch_factors(
     if branches is not None and usage is not None and usage.residuals:
         _refuse_not_added(depth, scaled, usage)
     return tuple((path, depth_factor(depth.m_depth(path), rule.branch)) for path in scaled)
+
+
+def _refuse_repeated_layers(model: nn.Module, base: nn.Module, depth: Correspondence) -> None:
+    """Refuses models that say they have more layers than their base although no list is longer, as where layers share their
+    weights."""
+    for path, base_path in depth.modules.items():
+        base_counts = _counts(base.get_submodule(base_path))
+        for name, count in _counts(model.get_submodule(path)).items():
+            where, base_count = f"{path}.{name}" if path else name, base_counts.get(name, count)
+            refuse(
+                count != base_count,
+                f"{where} is {count} in the model and {base_count} in the base, but no list of layers is longer, so layers may "
+                "share their weights: build the base with as many layers, or pass depth='none' to leave the depth alone",
+            )
+
+
+_COUNTS_LAYERS = re.compile(r"(n|num)_?(\w+_)?(layers?|blocks?|repeats?)|depth|layers|repeats")
+
+
+def _counts(module: nn.Module) -> dict[str, int]:
+    """Whole numbers that seem to count layers, among a module's attributes and in its configs."""
+    found: dict[str, Any] = dict(vars(module))
+    configs = {name: config for name, value in vars(module).items() if (config := as_config(value)) is not None}
+    found |= {f"{name}.{field}": value for name, config in configs.items() for field, value in config.items()}
+    is_count = lambda name: _COUNTS_LAYERS.fullmatch(name.rpartition(".")[2])  # noqa: E731
+    return {name: value for name, value in found.items() if type(value) is int and is_count(name)}
 
 
 def _refuse_gaps(depth: Correspondence, scaled: list[str]) -> None:

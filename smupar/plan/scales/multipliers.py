@@ -102,7 +102,7 @@ def _as_power_of_size(value: float, module: nn.Module, other: nn.Module) -> floa
 def _fields(module: nn.Module, other: nn.Module, seen: set[int]) -> Iterator[_Pair]:
     """Floating-point fields of configs, which models keep as attributes. A config that many modules share is read once."""
     for name, value in vars(module).items():
-        config, base = _as_config(value), _as_config(getattr(other, name, None))
+        config, base = as_config(value), as_config(getattr(other, name, None))
         if name.startswith("_") or config is None or base is None or id(value) in seen:
             continue
         seen.add(id(value))
@@ -114,7 +114,7 @@ def _fields(module: nn.Module, other: nn.Module, seen: set[int]) -> Iterator[_Pa
                 yield f"{name}.{field}", float(number), float(other_number), True
 
 
-def _as_config(value: Any) -> Mapping[str, Any] | None:
+def as_config(value: Any) -> Mapping[str, Any] | None:
     """The fields of a plain object that only holds settings; None for everything else."""
     if isinstance(value, (nn.Module, Tensor, type)) or callable(value) or not hasattr(value, "__dict__"):
         return None

@@ -220,3 +220,26 @@ def test_own_init_for_the_depth_is_named():
     assert note.startswith("'blocks.*.mlp.2' starts 0.2")
     plain = smupar.make_plan(net(PreNorm, 32, 8), base=net(PreNorm, 16, 2), branches=["blocks.*.mlp.2"])
     assert [note for note in plain.notes if note.kind == "own init"] == []
+
+
+class Repeated(nn.Module):
+    """One layer, called several times."""
+
+    def __init__(self, width, num_layers):
+        super().__init__()
+        self.num_layers = num_layers
+        self.embedding, self.layer, self.head = nn.Linear(8, width), nn.Linear(width, width), nn.Linear(width, 4)
+
+    def forward(self, x):
+        x = self.embedding(x)
+        for _ in range(self.num_layers):
+            x = x + self.layer(x)
+        return self.head(x)
+
+
+def test_layers_that_share_their_weights_are_refused_if_depth_differs():
+    base = Repeated(16, 2)
+    with pytest.raises(ValueError, match=r"^num_layers is 8 in the model and 2 in the base, but no list of layers is longer"):
+        smupar.make_plan(Repeated(64, 8), base=base)
+    assert smupar.make_plan(Repeated(64, 8), base=base, depth="none").branches == ()
+    assert smupar.make_plan(Repeated(64, 2), base=base)
