@@ -48,7 +48,8 @@ def table(text: str) -> list[TextLine]:
 def cards(answers: Iterable[Answer]) -> list[TextLine]:
     """A line for each card of a page: the result in the colour of its tone, then the reason."""
     return [
-        TextLine(" ".join(card["text"].split()), f"{card['name']} {card['value']}:".strip(), card["tone"]) for card in answers
+        TextLine("; ".join(card["text"].splitlines()), f"{card['name']} {card['value']}:".strip(), card["tone"])
+        for card in answers
     ]
 
 

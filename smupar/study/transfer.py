@@ -174,16 +174,13 @@ def _answer(config: TransferConfig, verdict: Verdict) -> Answer:
     far = _farthest_moved(verdict)
     octaves = 0.0 if far.diverged else math.log2(far.best / verdict.proxy.best)
     cost = verdict.farthest.excess(verdict.proxy.best_value)
-    where = f"sparsity {far.sparsity:.4g}, width {far.width}{_deep(far)}"
-    moved_to = (
-        "every run diverged there" if far.diverged else f"{verdict.proxy.best:.3g} on the dense proxy, {far.best:.3g} there"
-    )
+    where, at_cost = (f"sparsity {one.sparsity:.4g}, width {one.width}{_deep(one)}" for one in (far, verdict.farthest))
+    moved_to = "every run diverged" if far.diverged else f"{far.best:.3g} ({octaves:+.1f} octaves)"
     return {
         "name": title_of(verdict.rule),
         "value": verdict.moved_words,
-        "text": f"{octaves:+.1f} octaves at {where}: best {_NAMES[config.axis]} {moved_to}. "
-        f"The proxy's best costs {_percent(cost)} at sparsity {verdict.farthest.sparsity:.4g}, width {verdict.farthest.width}"
-        f"{_deep(verdict.farthest)}.",
+        "text": f"best {_NAMES[config.axis]} {verdict.proxy.best:.3g} on the dense proxy\n{moved_to} at {where}\n"
+        f"keeping the proxy's costs {_percent(cost)} {'there' if at_cost == where else f'at {at_cost}'}",
         "tone": verdict.tone,
         "rule": title_of(verdict.rule),
     }

@@ -156,8 +156,8 @@ def test_colours_follow_the_environment(monkeypatch, capsys, variables, has):
 
 
 def test_card_of_a_page_is_a_line_with_its_verdict_first():
-    card = {"name": "SP", "value": "12x", "text": "It\nmoved.", "tone": "bad", "rule": "SP"}
-    assert cards([card]) == [TextLine("It moved.", "SP 12x:", "bad")]
+    card = {"name": "SP", "value": "12x", "text": "It moved\nfar", "tone": "bad", "rule": "SP"}
+    assert cards([card]) == [TextLine("It moved; far", "SP 12x:", "bad")]
 
 
 def test_numbers_that_json_lacks_are_null():
