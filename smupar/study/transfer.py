@@ -174,7 +174,7 @@ def _answer(config: TransferConfig, verdict: Verdict) -> Answer:
     far = _farthest_moved(verdict)
     octaves = 0.0 if far.diverged else math.log2(far.best / verdict.proxy.best)
     cost = verdict.farthest.excess(verdict.proxy.best_value)
-    where, at_cost = (f"sparsity {one.sparsity:.4g}, width {one.width}{_deep(one)}" for one in (far, verdict.farthest))
+    where, at_cost = (f"sparsity {curve.sparsity:.4g}, width {curve.width}{_deep(curve)}" for curve in (far, verdict.farthest))
     moved_to = "every run diverged" if far.diverged else f"{far.best:.3g} ({octaves:+.1f} octaves)"
     return {
         "name": title_of(verdict.rule),
