@@ -193,6 +193,13 @@ ROLE_TABLE = (
         _input_dims,
     ),
     Case(
+        "has a scaling input and a single output, and the model says that another layer makes its logits",
+        lambda t, n: t.reads_scaling and t.written_size == 1 and n.has_logits,
+        ASK,
+        "has a scaling input and a single output, which may weight other layers' outputs",
+        "router",
+    ),
+    Case(
         "has a scaling input and a fixed output, and is the last layer, with a norm of this size after it or beside it",
         lambda t, n: t.reads_scaling and n.is_last(t) and (n.is_normed(t) or n.is_beside_norm(t)),
         ASK,
@@ -241,13 +248,6 @@ ROLE_TABLE = (
         ASK,
         "has a scaling input and a fixed output, which the logits' layer reads",
         "unembedding",
-    ),
-    Case(
-        "has a scaling input and a single output, and is not the last layer",
-        lambda t, n: t.reads_scaling and t.written_size == 1,
-        ASK,
-        "has a scaling input and a single output, which may weight other layers' outputs",
-        "router",
     ),
     Case(
         "has a scaling input and a fixed output, and another layer reads this size, or the model says that another makes its "
@@ -305,6 +305,12 @@ ROLE_TABLE = (
         ASK,
         "has a fixed input and a scaling output: it " + MAY_BE_INPUT,
         "embedding",
+    ),
+    Case(
+        "has a fixed input, which another layer writes, and a scaling output, and is the first matrix",
+        lambda t, n: t.writes_scaling and t is n.matrices[0],
+        ASK,
+        "has a fixed input and a scaling output: it " + MAY_BE_INPUT,
     ),
     Case(
         "has a fixed input and a scaling output",

@@ -248,18 +248,35 @@ def test_matrix_of_the_users_own_beside_a_readout_is_asked_for_without_a_suggest
 
 
 class Gated(nn.Module):
-    """A model of which no layer tells what it does: a gate of one output, and a head that ends in a norm of fixed size."""
+    """A gate of one output, and logits from the table."""
 
-    def __init__(self, width):
+    def __init__(self, width, *, tied):
         super().__init__()
-        self.first, self.gate = nn.Linear(6, width), nn.Linear(width, 1)
-        self.norm, self.last = nn.LayerNorm(5), nn.Linear(width, 5)
+        self.table, self.gate, self.last = nn.Embedding(40, width), nn.Linear(width, 1), nn.Linear(width, 40, bias=False)
+        if tied:
+            self.last.weight = self.table.weight
 
 
-def test_gates_and_heads_beside_a_norm_are_suggested_by_what_stands_beside_them():
-    # A single number weights something; a norm of 5 values beside the last layer divides its 5 outputs by their size.
-    error = refusal(Gated(64), base=Gated(16))
-    assert suggested(error) == {"gate.weight": "router", "last.weight": "hidden"}
+def test_single_output_is_suggested_to_weight_others_only_if_another_layer_makes_the_logits():
+    assert suggested(refusal(Gated(64, tied=True), base=Gated(16, tied=True))) == {"gate.weight": "router"}
+    error = refusal(Gated(64, tied=False), base=Gated(16, tied=False))  # a value beside a policy looks the same
+    assert suggested(error) == {"gate.weight": ..., "last.weight": "unembedding"}
+
+
+def test_last_layer_beside_a_norm_of_its_outputs_is_suggested_to_be_hidden():
+    def make(width):
+        head = nn.ModuleDict({"norm": nn.LayerNorm(5), "last": nn.Linear(width, 5)})
+        return nn.ModuleDict({"first": nn.Linear(6, width), "head": head})
+
+    assert suggested(refusal(make(64), base=make(16))) == {"head.last.weight": "hidden"}
+
+
+def test_autoencoders_do_not_tell_what_reads_the_data():
+    def make(width):
+        return nn.Sequential(nn.Linear(24, width), nn.Linear(width, 4), nn.Linear(4, width), nn.Linear(width, 24))
+
+    wanted = {"0.weight": ..., "1.weight": "hidden", "2.weight": "hidden", "3.weight": "unembedding"}
+    assert suggested(refusal(make(64), base=make(16))) == wanted
 
 
 class NormedBefore(nn.Module):
