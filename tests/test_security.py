@@ -119,6 +119,7 @@ def test_codes_for_the_terminal_are_not_printed(run, tmp_path, capsys):
     path = tmp_path / "run/summary.json"
     values = json.loads(path.read_text()) | {"id": "\x1b]0;evil\x07"}
     path.write_text(json.dumps({name: value for name, value in values.items() if name != SEAL}))
+    (tmp_path / "run/sums.json").unlink()  # as an older version left it
     size = "--width 64 --depth 1 --steps 1 --batch-size 1 --seq-len 8"
     for command in (f"verify {tmp_path}/run", f"sweep {size} --out {tmp_path}/run", f"train {size} --hps \x1b]0;evil\x07"):
         with pytest.raises(SystemExit):

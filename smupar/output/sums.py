@@ -17,7 +17,7 @@ from pathlib import Path
 import xxhash
 
 from smupar.output.files import refuse_other_than_plain, write_atomic
-from smupar.output.json_files import DamagedFileError, as_record, read_object, sealed_json
+from smupar.output.json_files import DamagedFileError, as_record, is_sealed, read_object, sealed_json
 
 SUMS = "sums.json"
 FORMAT = "smupar-sums/1"
@@ -118,6 +118,12 @@ def check_sums(folder: Path, *, remedy: str, only: Callable[[str], bool] = lambd
     for wrong in wrong_parts(folder, sums):
         raise DamagedFileError(f"{folder} is damaged ({wrong}): {remedy}")
     return True
+
+
+def refuse_lost_seal(file: Path, folder: Path, *, remedy: str) -> None:
+    """Raises for a JSON file without a seal in a folder with checksums, since every version that wrote one wrote both."""
+    if (folder / SUMS).exists() and not is_sealed(file):
+        raise DamagedFileError(f"{file} is damaged (it has lost its checksum): {remedy}")
 
 
 def num_bytes(sums: Mapping[str, Parts]) -> int:

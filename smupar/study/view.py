@@ -24,6 +24,7 @@ from smupar.lm.run.metrics import METRICS_FILE, read_rows
 from smupar.output.json_files import WRONG_TYPES, DamagedFileError, as_record, printable, read_object
 from smupar.output.page import write_page
 from smupar.output.page.document import Chart, Document, PageProgress, PageTable, finite, thinned
+from smupar.output.sums import refuse_lost_seal
 from smupar.plan.settings import refuse
 from smupar.rules import get_rule
 from smupar.study.curves import Panel, chart_of
@@ -280,6 +281,7 @@ def _read_run(folder: Path) -> tuple[Result, dict[str, Any]]:
     takes seconds, and a page has to open at once."""
     remedy = "start the study's command again"
     values, summary = (read_object(folder / name, remedy=remedy) for name in ("config.json", "summary.json"))
+    refuse_lost_seal(folder / "summary.json", folder, remedy=remedy)
     shown = {name: summary[name] for name in _Shown.__annotations__ if name in summary}
     as_record(_Shown, shown, source=str(folder / "summary.json"), remedy=remedy)
     # Unlike from_json this does not check the types of fields: the id, which is compared next, covers every field.

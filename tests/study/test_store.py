@@ -67,6 +67,10 @@ DAMAGES = {
         write_sealed(run / "summary.json", unsealed(run / "summary.json")),
         change_digit(run / "summary.json", '"train_loss": 4.', '"train_loss": 3.'),
     ),
+    "changed digit of a summary without a seal": lambda run: (
+        unsealed(run / "summary.json"),
+        change_digit(run / "summary.json", '"train_loss": 4.', '"train_loss": 3.'),
+    ),
     "summary without a field": lambda run: (
         unsealed(run / "summary.json"),
         change_digit(run / "summary.json", '"num_parameters"', '"num_weights"'),
@@ -87,8 +91,8 @@ def test_damaged_run_is_left_out_aloud_and_run_again(study, sweep, damage, capsy
     said = capsys.readouterr()
     assert f"smupar: note: run {damaged} is left out, and the study's command runs it again: {study.runs}" in said.err
     page = (study.folder / "report.html").read_text()
+    assert "Not finished: 2 of 3 runs are done" in said.out
     for text in (said.out, page):
-        assert "Not finished: 2 of 3 runs are done" in text
         assert f"Left out, because their files are damaged: {damaged};" in text
         assert "Of 2 runs, 0 diverged" in text
     assert len((study.folder / "table.csv").read_text().splitlines()) == 1 + 2

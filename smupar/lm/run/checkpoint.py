@@ -29,7 +29,7 @@ from smupar.model.relayout import watch_optimizers
 from smupar.model.weights import ModelWeight, weight_of
 from smupar.output.files import sync_folder, write_atomic
 from smupar.output.json_files import DamagedFileError, is_sealed, read_object, sealed_json
-from smupar.output.sums import SUMS, Parts, UncheckedWarning, read_sums, write_sums, wrong_parts
+from smupar.output.sums import SUMS, Parts, UncheckedWarning, read_sums, refuse_lost_seal, write_sums, wrong_parts
 
 STATE, MODEL, OPTIMIZER = "state.json", "model", "optimizer"
 # What torch and others raise if a file is damaged.
@@ -118,6 +118,7 @@ def read_state(path: Path) -> dict[str, Any]:
         state = read_object(path / STATE, remedy="its checkpoint cannot be used")
         if state.get("step") != step_of(path):
             raise ValueError(f"{STATE} is not of this step")
+        refuse_lost_seal(path / STATE, path, remedy="its checkpoint cannot be used")
     return state
 
 

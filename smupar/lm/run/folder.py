@@ -42,7 +42,7 @@ from smupar.lm.run.distributed import ALONE
 from smupar.lm.run.metrics import METRICS_FILE, Row, metrics_line, read_rows
 from smupar.output.files import locked, read_plain, refuse_other_files, write_atomic, writing
 from smupar.output.json_files import read_record, read_text, write_sealed
-from smupar.output.sums import SUMS, write_sums
+from smupar.output.sums import SUMS, refuse_lost_seal, write_sums
 from smupar.plan.settings import refuse
 from smupar.updates.observation import OBSERVED_FILE, Observation
 from smupar.updates.trace import Trace
@@ -267,7 +267,11 @@ def read_summary(path: Path) -> Summary | None:
     """The summary of a run; None while it has not ended."""
     file = path / SUMMARY_FILE
     again = "delete it, and run the same command to write it again"
-    return read_record(Summary, file, remedy=again) if file.exists() else None
+    if not file.exists():
+        return None
+    summary = read_record(Summary, file, remedy=again)
+    refuse_lost_seal(file, path, remedy=again)
+    return summary
 
 
 def read_config(path: Path) -> RunConfig:
