@@ -131,7 +131,7 @@ function rowsOf(chart, context, xRange) {
     const colour = lineColour(line, chart, index), at = ended.findIndex((point) => point.x === best.x), isInside = best.low !== null;
     const low = best.low ?? ended[Math.max(0, at - 1)].x, high = best.high ?? ended[Math.min(ended.length - 1, at + 1)].x, y = chart.lines.length - 1 - index;
     const symbol = isInside ? SYMBOLS[(line.place ?? index) % SYMBOLS.length] + (best.is_final ? "" : "-open") : at === 0 ? "triangle-left-open" : "triangle-right-open";
-    const words = octavesOf(best, reference), runs = ended[at].runs;
+    const words = isInside || best.is_final ? octavesOf(best, reference) : "", runs = ended[at].runs; // at an end with runs to come, nothing is known
     const text = [plain([line.rule || chart.rule, line.label].filter(Boolean).join(", ")), `optimum at ${plain(chart.x_label)} ${number(best.smooth)}${best.is_final ? "" : ", provisional"}`, isInside ? `between ${number(best.low)} and ${number(best.high)}` : "at the edge of what has been run", plain(words && `${words} from the reference`)].filter(Boolean).join("<br>");
     traces.push({ ...marks([{ x: best.smooth, runs, text }], () => y, { color: colour, size: 9, symbol, line: { color: colour, width: 1.6 } }), yaxis: "y2", error_x: { type: "data", symmetric: false, array: [high - best.smooth], arrayminus: [best.smooth - low], color: colour, thickness: 1.5, width: 0 } });
     const share = (Math.log10(high) - xRange[0]) / (xRange[1] - xRange[0]), isLeft = share > 0.7 || share < 0;
