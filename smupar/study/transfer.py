@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
@@ -148,10 +148,13 @@ def doubts_about(config: TransferConfig, verdicts: Sequence[Verdict]) -> list[st
     return doubts
 
 
-def headline(verdicts: Sequence[Verdict], name: str, *, so_far: bool = False) -> str:
-    """Under which rules the best value transfers. The cards say how far it moved. ``so_far`` is for an unfinished study."""
-    good, bad, unclear = (
-        _listed([title_of(verdict.rule) for verdict in verdicts if verdict.tone == tone]) for tone in ("good", "bad", "unclear")
+def headline(verdicts: Sequence[Verdict], name: str, *, so_far: bool = False, unsettled: Collection[str] = ()) -> str:
+    """Under which rules the best value transfers. The cards say how far it moved. ``so_far`` is for an unfinished study, and
+    ``unsettled`` are the rules whose optima may still move."""
+    tones = {verdict.rule: verdict.tone for verdict in verdicts}
+    tones |= {rule: "plain" for rule in unsettled if tones.get(rule) == "good"}
+    good, bad, unclear, open_ = (
+        _listed([title_of(rule) for rule, own in tones.items() if own == tone]) for tone in ("good", "bad", "unclear", "plain")
     )
     said = []
     if good:
@@ -160,6 +163,10 @@ def headline(verdicts: Sequence[Verdict], name: str, *, so_far: bool = False) ->
         said.append(f"not under {bad}" if good else f"the {name} does not transfer under {bad}")
     if unclear:
         said.append(f"these runs cannot tell about {unclear}")
+    if open_:
+        said.append(
+            f"{open_} stay{'s' if list(tones.values()).count('plain') == 1 else ''} within {times(STABLE)}, with runs to come"
+        )
     text = ", ".join(said)
     return f"So far {text}." if text and so_far else f"{text[:1].upper()}{text[1:]}." if text else ""
 
@@ -207,7 +214,10 @@ def _read_so_far(config: TransferConfig, study: Study) -> Findings:
             panel = _with_move(panel, verdicts[-1])
         drawn.append(panel)
     doubt = _unsettled(open_setups, len(drawn) * len(drawn[0].lines)) if open_setups else ""
-    first = headline(verdicts, _NAMES[config.axis], so_far=True) or "No optimum is known yet."
+    first = (
+        headline(verdicts, _NAMES[config.axis], so_far=True, unsettled=[setup.rule for setup in open_setups])
+        or "No optimum is known yet."
+    )
     answers, doubts = [_answer(config, verdict) for verdict in verdicts], (doubt,) if doubt else ()
     return Findings(doubt, drawn, results, first, answers, doubts)
 

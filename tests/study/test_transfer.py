@@ -254,4 +254,7 @@ def test_headline_names_the_rules_under_which_the_best_value_transfers():
     assert headline(verdicts, "learning rate") == f"The learning rate {whole}"
     assert headline(verdicts, "init std", so_far=True) == f"So far the init std {whole}"
     assert headline(verdicts[:2], "learning rate") == "The learning rate does not transfer under SP and muP."
+    assert headline(verdicts, "learning rate", so_far=True, unsettled=["smupar", "sp"]) == (
+        "So far the learning rate does not transfer under SP and muP, SmuPar stays within 2x, with runs to come."
+    )
     assert headline([], "learning rate") == ""
