@@ -119,12 +119,6 @@ def read_description(path: Path) -> dict[str, Any]:
         return {}
 
 
-def load_export(path: Path) -> GPT:
-    """Loads an export as a plain GPT. Its factors are folded into the weights, so no plan is needed."""
-    _check_export(path)
-    return _exported_model(path, read_export(path))
-
-
 @dataclass(frozen=True)
 class ExportDescription:
     """The content of an export's config.json."""
