@@ -1,7 +1,8 @@
 """Writes what is generated from code into the documentation. ``make docs`` runs it; a test fails when a page is stale.
 
 docs/rules.md is generated whole. In docs/optimizers.md, docs/any_model.md and docs/api.md tables stand between the markers
-``<!-- table of NAME -->`` and ``<!-- end of the table -->``.
+``<!-- table of NAME -->`` and ``<!-- end of the table -->``. Claims, pages and pictures in docs/results are made again from
+their rows.
 """
 
 import inspect
@@ -11,6 +12,7 @@ from typing import get_type_hints
 
 import smupar
 from smupar import rule_tables
+from smupar.paper.publish import rewrite
 from smupar.plan.facts.layers import IMAGES, LAYERS
 from smupar.plan.facts.optimizers import FAMILIES, OPTIMIZERS
 from smupar.plan.make import DEFAULTS, Settings
@@ -109,3 +111,5 @@ def _type(hint: object) -> str:
 if __name__ == "__main__":
     for path, page in pages().items():
         path.write_text(page, encoding="utf-8")
+    for results in (DOCS / "results", DOCS / "results" / "without-decay"):
+        rewrite(results)

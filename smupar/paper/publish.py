@@ -46,7 +46,7 @@ def publish(done: Reproduced, scale: Scale, into: str | Path) -> Path:
 
 def rewrite(folder: str | Path) -> None:
     """Makes claims, pictures, pages and the list of pages in a folder again from its rows, for example after a claim has
-    changed. A README that is not the list of pages stays unchanged."""
+    changed. ``make docs`` calls this. A README that is not the list of pages stays unchanged."""
     for path in sorted(Path(folder).glob("*.json")):
         fig, facts = figure(path.stem), read_published(path)
         measured = measured_in(facts)

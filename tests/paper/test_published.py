@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -98,6 +99,20 @@ def test_published_claims_are_those_of_the_published_rows(path):
 
 def test_list_of_results_is_that_of_the_pages():
     assert (RESULTS / "README.md").read_text() == publish.index(RESULTS)
+
+
+def test_stale_page_and_claim_are_made_again_from_the_rows(tmp_path):
+    for name in ("fig11.json", "fig11.md"):
+        shutil.copy(RESULTS / name, tmp_path)
+    facts, page = json.loads((tmp_path / "fig11.json").read_text()), tmp_path / "fig11.md"
+    stale = {"holds": not facts["holds"], "claims": [{"holds": None, "text": "an older claim"}]}
+    (tmp_path / "fig11.json").write_text(json.dumps(facts | stale))
+    page.write_text("Stale." + page.read_text().replace("## What came out", "## An older heading"))
+    publish.rewrite(tmp_path)
+    assert json.loads((tmp_path / "fig11.json").read_text()) == facts
+    assert page.read_text() == (RESULTS / "fig11.md").read_text()  # with the section that is written by hand
+    assert (tmp_path / "fig11.png").exists()
+    assert not (tmp_path / "README.md").exists()
 
 
 def test_page_of_a_check_says_where_it_was_made_and_holds_its_slopes(tmp_path):
