@@ -56,6 +56,14 @@ def resolved(path: Path) -> Path:
     return Path(os.path.realpath(path))
 
 
+def changed_at(path: Path) -> float:
+    """When a file or folder last changed, in seconds since the epoch; 0 if there is none."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
+
+
 def read_plain(path: Path) -> bytes:
     refuse_other_than_plain(path)
     return path.read_bytes()

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from smupar.lm.config.run import RunConfig
-from smupar.output.files import is_alive
+from smupar.output.files import changed_at, is_alive
 from smupar.output.json_files import read_record, sealed_json, write_sealed
 from smupar.output.page.document import Worker, finite
 from smupar.study.store import Study, fields_of
@@ -79,7 +79,7 @@ def beating(study: Study, progress: ShownProgress, device: str) -> Iterator[None
         share = progress.share_done + 1e-9 * sum(len(rows) for rows in progress.running.values())
         if share != last["share"]:
             last.update(share=share, at=time.time())
-        advanced = max([last["at"], *(_written_at(study.runs / run / "metrics.jsonl") for run in progress.running)])
+        advanced = max([last["at"], *(changed_at(study.runs / run / "metrics.jsonl") for run in progress.running)])
         path.parent.mkdir(exist_ok=True)
         sign = _sign(progress, device, started=start, advanced=advanced)
         temporary = path.with_suffix(".tmp")  # not synced to disk: in two seconds it is outdated
@@ -93,14 +93,6 @@ def beating(study: Study, progress: ShownProgress, device: str) -> Iterator[None
         path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             path.parent.rmdir()  # if no other process trains here
-
-
-def _written_at(path: Path) -> float:
-    """When the trainer last wrote a file; 0 if it has written none."""
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from smupar.output.files import changed_at
 from smupar.output.json_files import WRONG_TYPES, read_object
 from smupar.output.page.document import Answer, Tone
 from smupar.study.definition import Findings, Stage, StudyDefinition
@@ -38,14 +39,7 @@ def _read(study: Study) -> Findings:
 
 
 def _state(study: Study) -> object:
-    return [(folder.name, _changed(folder / CLAIM)) for folder in _figures(study)]
-
-
-def _changed(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
+    return [(folder.name, changed_at(folder / CLAIM)) for folder in _figures(study)]
 
 
 def _figures(study: Study) -> list[Path]:

@@ -11,6 +11,7 @@ from typing import Any
 from smupar.lm.config.fields import flat
 from smupar.lm.config.run import LATER_FIELDS
 from smupar.lm.run.metrics import METRICS_FILE, read_rows
+from smupar.output.files import changed_at
 from smupar.output.json_files import WRONG_TYPES, DamagedFileError, read_object
 from smupar.output.page.document import Chart, Document, PageProgress, finite
 from smupar.rules import get_rule
@@ -30,7 +31,7 @@ class Runs:
     @property
     def version(self) -> str:
         files = (path / name for path in self.runs.values() for name in ("metrics.jsonl", "summary.json"))
-        return " ".join(str(_changed(file)) for file in files)
+        return " ".join(str(changed_at(file)) for file in files)
 
     def document(self) -> Document:
         rows, damaged = [], []
@@ -75,7 +76,7 @@ def _row(path: Path) -> dict[str, Any]:
     config = LATER_FIELDS | flat(read_object(path / "config.json", remedy=remedy))
     summary = read_object(path / "summary.json", remedy=remedy) if (path / "summary.json").exists() else {}
     last = _last_row(path)
-    changed = max(_changed(path / METRICS_FILE), _changed(path / "config.json"))
+    changed = max(changed_at(path / METRICS_FILE), changed_at(path / "config.json"))
     state = summary.get("status") or ("running" if time.time() - changed < _QUIET_SECONDS else "stopped")
     words = {name: " ".join(map(str, value)) for name, value in config.items() if isinstance(value, list)}
     try:
@@ -105,13 +106,6 @@ def _last_row(path: Path) -> Mapping[str, Any]:
     except OSError:
         return {}
     return next((row for row in reversed(rows) if row is not None), {})
-
-
-def _changed(path: Path) -> float:
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
 
 
 def _headline(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote, urlsplit
 
-from smupar.output.files import resolved
+from smupar.output.files import changed_at, resolved
 from smupar.output.json_files import read_object
 from smupar.output.page import page
 from smupar.output.page.document import thinned
@@ -37,6 +37,7 @@ _TYPES = {
     ".png": "image/png",
     ".txt": "text/plain; charset=utf-8",
 }
+USUAL_PORT = 8765
 _NUM_PORTS = 20  # number of ports that are tried, from the usual port on
 _MOST_CURVES, _MOST_POINTS = 100, 400
 _HEADERS = {
@@ -60,9 +61,6 @@ def serving(folders: Sequence[str | Path], *, host: str = "127.0.0.1", port: int
     watched = Watched(folders)
     with _bound(watched, host, port) as server:
         yield server
-
-
-USUAL_PORT = 8765
 
 
 def _bound(watched: Watched, host: str, port: int | None) -> WatchServer:
@@ -195,11 +193,7 @@ def _line(entry: Entry) -> dict[str, Any]:
 
 def _changed(folder: Path) -> float:
     """When a folder last changed, or when its processes last gave a sign of life."""
-    times = [0.0]
-    for path in (folder, *(folder / LIVE).glob("*.json")):
-        with contextlib.suppress(OSError):
-            times.append(path.stat().st_mtime)
-    return max(times)
+    return max(changed_at(path) for path in (folder, *(folder / LIVE).glob("*.json")))
 
 
 def _document(entries: Mapping[str, Entry], query: Query) -> dict[str, Any]:
