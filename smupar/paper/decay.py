@@ -15,7 +15,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from smupar.lm.config.run import RunConfig
-from smupar.paper.figure import Claim, Figure, Rows, all_of, valid_loss
+from smupar.paper.figure import Claim, Figure, Rows, all_of, density_in_words, valid_loss
 from smupar.paper.settings import WEIGHT_DECAY, Scale
 from smupar.rules import DECAYED
 from smupar.study.curves import Line, Panel, Point
@@ -94,7 +94,7 @@ class _Setting(NamedTuple):
 
     @property
     def density(self) -> str:
-        return "1" if self.sparsity == 0 else f"1/{1 / (1 - self.sparsity):g}"
+        return density_in_words(self.sparsity)
 
 
 Losses = dict[float, float]  # amount of decay -> mean loss over seeds

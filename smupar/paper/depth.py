@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from smupar.lm.config.run import RunConfig
-from smupar.paper.figure import MORE, STABLE, Claim, Figure, Rows, all_of, edge, panel
+from smupar.paper.figure import MORE, STABLE, Claim, Figure, Rows, all_of, density_in_words, edge, panel
 from smupar.paper.settings import Scale
 from smupar.rules import DEPTH_RULES
 from smupar.study.curves import LOSS, Panel
@@ -132,7 +132,7 @@ def draw(rows: Rows) -> list[Panel]:
     found = _read(rows)
     ordered = sorted(found.study, key=lambda key: (key[1], _RULES.index(key[0])))
     panels = [
-        _panel(f"{_title(rule)}, density {_density(sparsity)}", found.study[rule, sparsity], found.proxy)
+        _panel(f"{_title(rule)}, density {density_in_words(sparsity)}", found.study[rule, sparsity], found.proxy)
         for rule, sparsity in ordered
     ]
     far = [_panel(f"{_title(rule)}, all at once", curves, curves[0]) for rule, curves in found.corner.items()]
@@ -149,15 +149,11 @@ def _depth(curve: Curve) -> str:
 
 
 def _label(curve: Curve) -> str:
-    return f"width {curve.width}, depth {curve.depth}, density {_density(curve.sparsity)}"
+    return f"width {curve.width}, depth {curve.depth}, density {density_in_words(curve.sparsity)}"
 
 
 def _title(rule: str) -> str:
     return "no factor" if rule == "none" else DEPTH_RULES[rule].title
-
-
-def _density(sparsity: float) -> str:
-    return "1" if sparsity == 0 else f"1/{1 / (1 - sparsity):g}"
 
 
 # Claiming

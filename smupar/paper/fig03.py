@@ -20,6 +20,7 @@ from smupar.paper.figure import (
     Figure,
     Rows,
     all_of,
+    density_in_words,
     over,
     pooled_spread,
     runs_of,
@@ -210,7 +211,7 @@ def claim(rows: Rows) -> Claim:
 
 def _is_ahead(name: str, gaps: dict[float, float], spread: float | None) -> Claim:
     asked = NUM_SPREADS * (spread or USUAL_SPREAD)
-    words = ", ".join(f"{gap:+.1%} at {_density(sparsity)}" for sparsity, gap in gaps.items())
+    words = ", ".join(f"{gap:+.1%} at {density_in_words(sparsity)}" for sparsity, gap in gaps.items())
     whose = "the spread of seeds" if spread else "the usual spread of seeds (one seed here)"
     than = f"more than {NUM_SPREADS} x {spread or USUAL_SPREAD:.2%}, {whose}"
     return Claim(min(gaps.values()) > asked, f"{_quoted(name)} ends above SmuPar at every density below 1, by {than}: {words}")
@@ -226,10 +227,6 @@ def _grows(name: str, gaps: dict[float, float]) -> Claim:
 
 def _quoted(name: str) -> str:
     return f"'{name}'" if "," in name else name
-
-
-def _density(sparsity: float) -> str:
-    return f"1/{1 / (1 - sparsity):g}"
 
 
 def _rank_correlation(values: Sequence[float]) -> float:

@@ -191,6 +191,11 @@ def title(rule: str) -> str:
     return get_rule(rule).title
 
 
+def density_in_words(sparsity: float) -> str:
+    """The density as a fraction, such as 1/8."""
+    return "1" if sparsity == 0 else f"1/{1 / (1 - sparsity):g}"
+
+
 # Drawing
 
 

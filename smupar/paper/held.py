@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from smupar.lm.config.run import RunConfig
 from smupar.paper.decay import LR, decay_run
-from smupar.paper.figure import Claim, Figure, Rows, all_of, valid_loss
+from smupar.paper.figure import Claim, Figure, Rows, all_of, density_in_words, valid_loss
 from smupar.paper.settings import Scale
 from smupar.study.curves import Line, Panel, Point
 from smupar.study.space import unique
@@ -80,7 +80,7 @@ class _Where(NamedTuple):
 
     @property
     def density(self) -> str:
-        return "1" if self.sparsity == 0 else f"1/{1 / (1 - self.sparsity):g}"
+        return density_in_words(self.sparsity)
 
 
 Losses = dict[str, dict[float, list[float]]]  # way -> learning rate -> losses of all seeds
