@@ -15,6 +15,7 @@ from smupar.plan.settings import refuse
 
 Command = Callable[..., Any]
 ALWAYS = ("--json", "--quiet", "--help", "--help-all")  # flags of every command
+_LEFT_OUT = object()  # the value of a flag that was not typed
 
 
 @dataclass(frozen=True)
@@ -85,9 +86,6 @@ def _call(name: str, command: Command, flags: Sequence[Flag], typed: Mapping[str
         else:
             options[flag.name] = value
     return Call(name, partial(command, *positional, **options), typed.get("json", False), typed.get("quiet", False))
-
-
-_LEFT_OUT = object()
 
 
 def _dashed(word: str) -> str:

@@ -20,6 +20,9 @@ from smupar.plan.plan import Plan, PlanRow, PlanWarning
 from smupar.plan.settings import choice, match_globs, refuse
 from smupar.rules import DECAYED
 
+HELD = "held"  # the kind of decay of runs that use ``HeldSizes``
+# With a larger LR times decay, a weight forgets what it learned within 20 steps.
+_FORGETS = 0.05
 NoDecay = Iterable[str] | Callable[[str, nn.Parameter], bool]
 
 
@@ -118,12 +121,6 @@ def _trained_parameters(model: nn.Module, plan: Plan, users: list[dict[str, Any]
     if unplanned:
         raise ValueError(f"the plan has no row for {', '.join(unplanned[:4])}: give them a group of their own with extra=[...]")
     return parameters
-
-
-HELD = "held"  # the kind of decay of runs that use ``HeldSizes``
-
-# With a larger LR times decay, a weight forgets what it learned within 20 steps.
-_FORGETS = 0.05
 
 
 def _warn_of_forgetting(groups: list[dict[str, Any]], optimizer: object) -> None:
