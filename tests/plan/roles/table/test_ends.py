@@ -91,6 +91,27 @@ def test_get_output_embeddings_decides(width):
     }
 
 
+class DeclaresTooEarly(nn.Module):
+    """As DeBERTa-v2: the layer before the logits is declared, and the table makes the logits by hand."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.table, self.dense, self.norm = nn.Embedding(40, width), nn.Linear(width, width), nn.LayerNorm(width)
+
+    def get_output_embeddings(self):
+        return self.dense
+
+    def forward(self, tokens):
+        return self.norm(self.dense(self.table(tokens))) @ self.table.weight.T
+
+
+@pytest.mark.parametrize("example", [None, TOKENS])
+def test_layer_that_is_declared_the_output_but_writes_the_width_is_hidden(example):
+    plan = smupar.make_plan(DeclaresTooEarly(64), base=DeclaresTooEarly(16), example=example)
+    assert roles(plan)["dense.weight"] == "hidden"
+    assert list(plan.pending) == ["output_factor"]
+
+
 def test_headless_trunk_has_no_unembedding_and_reminds_of_the_output():
     plan = smupar.make_plan(sequential(64)[:3], base=sequential(16)[:3])
     assert roles(plan) == {"0.weight": "embedding", "0.bias": "vector", "2.weight": "hidden", "2.bias": "vector"}
