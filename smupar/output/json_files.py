@@ -64,7 +64,7 @@ def parse_object(text: str, *, source: str, remedy: str, may_be_edited: bool = F
     if not isinstance(values, dict):
         raise DamagedFileError(f"{source} is damaged (expected fields, got {_shortened(values)}): {remedy}")
     seal = values.pop(SEAL, None)
-    if seal is not None and seal != _digest(values):
+    if seal is not None and seal != seal_of(values):
         if not may_be_edited:
             raise DamagedFileError(f"{source} is damaged (its content does not match its checksum): {remedy}")
         warnings.warn(
@@ -86,10 +86,15 @@ def is_sealed(path: Path) -> bool:
     return isinstance(values, dict) and SEAL in values
 
 
+def seal_of(values: Mapping[str, Any]) -> str:
+    """The checksum of fields. It does not depend on their order or the layout of the text."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
 def sealed_json(values: Mapping[str, Any], *, indent: int | None = 1) -> str:
     """A JSON object with its seal, as text. No field may be called seal."""
     assert SEAL not in values, "the name 'seal' is taken"
-    return json.dumps({**values, SEAL: _digest(values)}, indent=indent)
+    return json.dumps({**values, SEAL: seal_of(values)}, indent=indent)
 
 
 def write_sealed(path: Path, values: Mapping[str, Any], *, indent: int | None = 1) -> None:
@@ -116,10 +121,6 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """Text from a file, made safe for a message of several lines."""
     return "\n".join(map(printable, text.split("\n")))
-
-
-def _digest(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 
 
 # Values and the types that they should have

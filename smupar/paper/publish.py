@@ -15,7 +15,7 @@ from typing import Any
 from smupar.lm.config.run import RunConfig
 from smupar.lm.run.folder import versions
 from smupar.output.files import write_atomic
-from smupar.output.json_files import read_object, read_text
+from smupar.output.json_files import SEAL, read_object, read_text, seal_of
 from smupar.paper.figure import Claim, Figure
 from smupar.paper.published import read_published, results
 from smupar.paper.reproduce import FIGURES, FINDINGS, MADE_ON, Reproduced, figure
@@ -184,9 +184,10 @@ def _ending(row: Result) -> dict[str, Any]:
 
 
 def _compact(facts: dict[str, Any]) -> str:
-    """JSON with a line for each row."""
+    """JSON with a seal, and a line for each row."""
     long = {name: facts[name] for name in ("slopes", "rows") if name in facts}
-    text = json.dumps({name: value for name, value in facts.items() if name not in long}, indent=1).removesuffix("\n}")
+    short = {name: value for name, value in facts.items() if name not in long}
+    text = json.dumps({**short, SEAL: seal_of(facts)}, indent=1).removesuffix("\n}")
     for name, rows in long.items():
         lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
         text += f',\n "{name}": [\n{lines}\n ]'

@@ -30,7 +30,7 @@ class _Rows:
 
 
 def read_published(path: Path) -> dict[str, Any]:
-    """The facts in a published file. It has no seal, since people read and compare it as text."""
+    """The facts in a published file. Files of earlier versions have no seal."""
     facts = read_object(path, remedy=_PUBLISH_AGAIN)
     if not isinstance(facts.get("scale"), str):
         raise DamagedFileError(f"{path} is damaged (it does not say at which scale it was made): {_PUBLISH_AGAIN}")

@@ -39,14 +39,24 @@ def test_rows_of_a_published_page_stand_for_their_runs(tmp_path, capsys):
     facts = [json.loads((folder / "fig11.json").read_text()) for folder in (pages, tmp_path / "copies")]
     assert facts[0] == facts[1]
 
+    del facts[0]["seal"]
     for field, value in (("files", {"text stdlib": "of another text"}), ("scale", "small")):
         (pages / "fig11.json").write_text(json.dumps({**facts[0], field: value}))
         with pytest.raises(ValueError, match="no run of this figure has ended"):
             reproduce("fig11", CPU, EngineConfig(), out=str(tmp_path / field), published=str(pages), so_far=True)
 
 
-def test_row_whose_fields_have_changed_is_named(tmp_path):
+def test_changed_number_of_a_page_is_noticed(tmp_path):
     facts = json.loads((RESULTS / "fig06.json").read_text())
+    facts["rows"][3]["train_loss"] += 1e-6
+    (tmp_path / "fig06.json").write_text(json.dumps(facts))
+    with pytest.raises(ValueError, match=r"fig06\.json is damaged \(its content does not match its checksum\): publish"):
+        read_published(tmp_path / "fig06.json")
+
+
+def test_row_whose_fields_have_changed_is_named_without_a_seal(tmp_path):
+    facts = json.loads((RESULTS / "fig06.json").read_text())
+    del facts["seal"]
     row = facts["rows"][3]
     row["lr"] = row["lr"] * 2
     (tmp_path / "fig06.json").write_text(json.dumps(facts))
@@ -106,7 +116,8 @@ def test_stale_page_and_claim_are_made_again_from_the_rows(tmp_path):
         shutil.copy(RESULTS / name, tmp_path)
     facts, page = json.loads((tmp_path / "fig11.json").read_text()), tmp_path / "fig11.md"
     stale = {"holds": not facts["holds"], "claims": [{"holds": None, "text": "an older claim"}]}
-    (tmp_path / "fig11.json").write_text(json.dumps(facts | stale))
+    unsealed = {name: value for name, value in facts.items() if name != "seal"}
+    (tmp_path / "fig11.json").write_text(json.dumps(unsealed | stale))
     page.write_text("Stale." + page.read_text().replace("## What came out", "## An older heading"))
     publish.rewrite(tmp_path)
     assert json.loads((tmp_path / "fig11.json").read_text()) == facts
