@@ -109,7 +109,7 @@ def test_all_kinds_go_back_to_a_snapshot_where_the_mask_is_then(kept):
     with torch.no_grad():
         for weight, values in zip(kept, first, strict=True):
             weight.set_mask(new)
-            weight.scale(3.0)
+            weight.scale(torch.tensor([3.0]))
             weight.restore(values)
     assert torch.equal(same(kept, lambda weight: weight.rows()[0]), first[0].flatten()[None] * new)
 
