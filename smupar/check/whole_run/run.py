@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from smupar.check.audit.findings import Finding
-from smupar.check.coordinates.check import GridRun, faults_and_plans
 from smupar.check.coordinates.depth import SAME_DEPTH, Layers
 from smupar.check.coordinates.measure import DY, GRAD_X, Cell, Reading
+from smupar.check.coordinates.run import GridRun, faults_and_plans
 from smupar.check.whole_run.report import RunReport
 from smupar.plan.plan import Plan
 from smupar.plan.roles.parameters import parent_path
@@ -34,11 +34,7 @@ class LongRun(GridRun):
                 if loss is None:
                     break
                 loss.backward()
-                for optimizer in self.optimizers:
-                    optimizer.step()
-                    optimizer.zero_grad()
-                for scheduler in self.schedulers:
-                    scheduler.step()
+                self.update()
                 if sparsifier is not None:
                     sparsifier.step()
         self.faults += [
