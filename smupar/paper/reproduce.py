@@ -38,7 +38,7 @@ from smupar.study.definition import Stage, StudyDefinition, with_more_seeds
 from smupar.study.engines import run_study
 from smupar.study.forecast import forecast
 from smupar.study.picture import draw_png
-from smupar.study.shared import CLAIM, PAGE, shared_study
+from smupar.study.reproduction import CLAIM, PAGE, define_reproduction
 from smupar.study.space import unique
 from smupar.study.store import Result, Study, row_of, write_rows
 from smupar.study.view import result_rows, table_of
@@ -297,7 +297,7 @@ def _restored(stage: Stage, published: str, scale: Scale, study: Study) -> Seque
 
 def _definition(stages: Sequence[Stage], scale: Scale) -> StudyDefinition:
     """The definition of the study that all figures of a scale share; so it does not name a figure."""
-    return shared_study({"kind": "reproduce", "scale": scale.name, "data": scale.data}, stages)
+    return define_reproduction({"kind": "reproduce", "scale": scale.name, "data": scale.data}, stages)
 
 
 def _command(name: str, scale: Scale, out: Path) -> str:

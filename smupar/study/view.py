@@ -30,7 +30,7 @@ from smupar.rules import get_rule
 from smupar.study.curves import Panel, chart_of
 from smupar.study.definition import USUAL, Findings, StudyDefinition, varied_columns
 from smupar.study.live import Signs, read_planned, read_signs, repeated
-from smupar.study.shared import shared_from_json
+from smupar.study.reproduction import reproduction_from_json
 from smupar.study.space import unique
 from smupar.study.store import Result, Study, fields_of
 from smupar.study.sweep import sweep_from_json
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 # Readers of study.json by kind. Any other kind is read as a sweep without axes.
 FROM_JSON: dict[str, Callable[[dict[str, Any]], StudyDefinition]] = {
-    "reproduce": shared_from_json,
+    "reproduce": reproduction_from_json,
     "sweep": sweep_from_json,
     "transfer": transfer_from_json,
     "tune": search_from_json,

@@ -23,13 +23,13 @@ _VALUES: dict[bool | None, tuple[str, Tone]] = {
 }
 
 
-def shared_study(stored: dict[str, Any], stages: Sequence[Stage]) -> StudyDefinition:
+def define_reproduction(stored: dict[str, Any], stages: Sequence[Stage]) -> StudyDefinition:
     return StudyDefinition(stored, stages, _read, title="All figures", beside=_state)
 
 
-def shared_from_json(stored: dict[str, Any]) -> StudyDefinition:
+def reproduction_from_json(stored: dict[str, Any]) -> StudyDefinition:
     """Reads the study from study.json. Only a command knows which runs its figures propose."""
-    return shared_study(stored, ())
+    return define_reproduction(stored, ())
 
 
 def _read(study: Study) -> Findings:
