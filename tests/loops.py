@@ -74,6 +74,11 @@ def state_of(optimizer, parameter):
     return {key: value.clone() for key, value in optimizer.state[parameter].items() if value.shape == parameter.shape}
 
 
+def relative_error(ours, theirs):
+    """The largest relative difference between two tensors."""
+    return (ours / theirs - 1).abs().max().item()
+
+
 def assert_same_tensors(found, expected):
     assert list(found) == list(expected)
     for key, tensor in expected.items():

@@ -62,7 +62,7 @@ def muped(build, width, base_width):
 
 
 def settings_by_name(model, groups):
-    """name -> (lr, weight decay)"""
+    """The learning rate and weight decay of each parameter, by name."""
     found = {id(p): (group["lr"], group["weight_decay"]) for group in groups for p in group["params"]}
     return {name: found[id(parameter)] for name, parameter in model.named_parameters()}
 

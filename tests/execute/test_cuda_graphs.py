@@ -14,6 +14,7 @@ from smupar.lm.run.distributed import World
 from smupar.lm.run.stack import GPTStack
 from smupar.lm.run.step import Stepper
 from smupar.lm.run.train import train
+from tests.loops import relative_error
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
@@ -48,27 +49,23 @@ def plain(config, text, **how):
     return losses_of(Stepper(config, Execution(device="cuda", **how), World(0, 1, GPU, "ddp"), text).step)
 
 
-def distance(ours, theirs):
-    return (ours / theirs - 1).abs().max().item()
-
-
 def test_captured_step_gives_the_losses_of_the_plain_step(text):
     uncaptured = plain(RUN, text, compile=False)
     assert uncaptured[-1] < 0.8 * uncaptured[0]
-    assert distance(plain(RUN, text, graph=True), uncaptured) < 1e-4
-    assert distance(plain(RUN, text, graph=True, compile=False), uncaptured) < 1e-5
+    assert relative_error(plain(RUN, text, graph=True), uncaptured) < 1e-4
+    assert relative_error(plain(RUN, text, graph=True, compile=False), uncaptured) < 1e-5
 
 
 def test_captured_step_in_bf16_gives_the_losses_of_the_plain_step(text):
     half = replace(RUN, dtype="bf16")
-    assert distance(plain(half, text, graph=True), plain(half, text)) < 2e-3
+    assert relative_error(plain(half, text, graph=True), plain(half, text)) < 2e-3
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_stack_on_a_gpu_gives_the_losses_of_single_runs(text, compiled):
     stacked = losses_of(GPTStack(BAG, text, GPU, compile=compiled).step)
     for index, config in enumerate(BAG):
-        assert distance(stacked[:, index], plain(config, text, compile=False)) < 1e-4
+        assert relative_error(stacked[:, index], plain(config, text, compile=False)) < 1e-4
 
 
 @pytest.mark.parametrize("head_dim", [32, 64, 128])
@@ -76,8 +73,8 @@ def test_stack_with_fused_attention_gives_the_losses_of_products(text, head_dim)
     model = replace(RUN.model, head_dim=head_dim)
     bag = [replace(config, model=model, dtype="bf16", seq_len=256, batch_size=4) for config in BAG]
     fused, products = (losses_of(GPTStack(bag, text, GPU, attention=kernel).step) for kernel in ("fused", "products"))
-    assert distance(fused[:5], products[:5]) < 5e-4
-    assert distance(fused[-5:].mean(0), products[-5:].mean(0)) < 5e-3  # as two seeds of the rounding differ
+    assert relative_error(fused[:5], products[:5]) < 5e-4
+    assert relative_error(fused[-5:].mean(0), products[-5:].mean(0)) < 5e-3  # as two seeds of the rounding differ
 
 
 def test_memory_of_fused_attention_grows_with_the_length_and_not_with_its_square(text):
@@ -98,7 +95,7 @@ def test_refilled_stack_gives_the_losses_of_a_new_one(text):
     losses_of(stack.step)
     stack.refill(BAG[::-1])
     again = losses_of(stack.step)
-    assert distance(again.flip(1), losses_of(GPTStack(BAG, text, GPU, own_batches=True).step)) < 1e-6
+    assert relative_error(again.flip(1), losses_of(GPTStack(BAG, text, GPU, own_batches=True).step)) < 1e-6
 
 
 def test_captured_stack_goes_on_from_its_state_without_another_capture(text):
@@ -112,12 +109,12 @@ def test_captured_stack_goes_on_from_its_state_without_another_capture(text):
     stack.refill(BAG)
     stack.load_state_dict(state, num_steps=10)
     again = torch.stack([stack.step(number) for number in range(10, STEPS)]).cpu()
-    assert distance(again, whole[10:]) < 1e-6
+    assert relative_error(again, whole[10:]) < 1e-6
     assert stack.stack._call.output is captured
 
 
 def test_serial_engine_gives_the_losses_of_the_plain_step(text):
-    assert distance(losses_of(GPTStack([RUN], text, GPU).step)[:, 0], plain(RUN, text, compile=False)) < 1e-4
+    assert relative_error(losses_of(GPTStack([RUN], text, GPU).step)[:, 0], plain(RUN, text, compile=False)) < 1e-4
 
 
 def test_captured_run_that_was_stopped_goes_on_as_if_it_had_not_been(tmp_path):

@@ -21,7 +21,7 @@ from smupar.lm.run.optimizers import make_optimizers, set_lr
 from smupar.lm.run.schedule import lr_share
 from smupar.lm.run.stack import STACKABLE_FIELDS, GPTStack, fastest_attention, hyperparameters, stack_key
 from smupar.lm.run.step import Stepper, next_token_loss
-from tests.loops import loss_of
+from tests.loops import loss_of, relative_error
 from tests.models import sequential
 from tests.texts import words
 
@@ -67,16 +67,12 @@ def stepper_of(config, text):
     return Stepper(config, Execution(device="cpu"), World(0, 1, torch.device("cpu"), "ddp"), text)
 
 
-def relative(ours, theirs):
-    return (ours / theirs - 1).abs().max().item()
-
-
 def test_mixed_bag_gives_the_losses_of_single_runs_over_a_hundred_steps(text):
     stack = GPTStack(BAG, text, torch.device("cpu"))
     ours = torch.stack([stack.step(step) for step in range(100)])
     for index, config in enumerate(BAG):
         theirs, _ = one_by_one(config, text, 100)
-        assert relative(ours[:, index], theirs) < 1e-4, config
+        assert relative_error(ours[:, index], theirs) < 1e-4, config
 
 
 @pytest.mark.parametrize(
@@ -91,21 +87,21 @@ def test_every_update_is_that_of_torch(text, optimizer, lr, tolerance, clip):
     ours = torch.stack([stack.step(step) for step in range(20)])
     for index, config in enumerate(bag):
         theirs, _ = one_by_one(config, text, 20)
-        assert relative(ours[:, index], theirs) < tolerance
+        assert relative_error(ours[:, index], theirs) < tolerance
 
 
 def test_depth_rules_of_a_stack_give_the_losses_of_single_runs(text):
     stack = GPTStack(DEEP_BAG, text, torch.device("cpu"))
     ours = torch.stack([stack.step(step) for step in range(8)])
     for index, config in enumerate(DEEP_BAG):
-        assert relative(ours[:, index], one_by_one(config, text, 8)[0]) < 1e-5, config
-    assert relative(ours[-1, 0], ours[-1, 3]) > 1e-3
+        assert relative_error(ours[:, index], one_by_one(config, text, 8)[0]) < 1e-5, config
+    assert relative_error(ours[-1, 0], ours[-1, 3]) > 1e-3
 
 
 def test_single_model_is_not_batched_and_gives_the_same(text):
     stack = GPTStack(BAG[1:2], text, torch.device("cpu"))
     ours = torch.cat([stack.step(step) for step in range(10)])
-    assert relative(ours, one_by_one(BAG[1], text, 10)[0]) < 1e-5
+    assert relative_error(ours, one_by_one(BAG[1], text, 10)[0]) < 1e-5
 
 
 def test_refilled_stack_gives_the_same_again(text):
@@ -122,7 +118,7 @@ def test_a_stack_can_be_refilled_with_runs_of_another_depth_rule(text, order):
     stack = GPTStack([first, replace(first, lr=2**-8)], text, torch.device("cpu"))
     stack.refill([second, replace(second, lr=2**-8)])
     ours = torch.stack([stack.step(step) for step in range(5)])
-    assert relative(ours[:, 0], one_by_one(second, text, 5)[0]) < 1e-5
+    assert relative_error(ours[:, 0], one_by_one(second, text, 5)[0]) < 1e-5
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -130,7 +126,7 @@ def test_attention_by_a_fused_kernel_gives_the_losses_of_products(text, dtype):
     bag = [replace(config, dtype=dtype) for config in BAG[:3]]
     stacks = {kernel: GPTStack(bag, text, torch.device("cpu"), attention=kernel) for kernel in ("fused", "products")}
     by = {kernel: torch.stack([stack.step(step) for step in range(5)]) for kernel, stack in stacks.items()}
-    assert relative(by["fused"], by["products"]) < {"fp32": 1e-6, "bf16": 2e-3}[dtype]
+    assert relative_error(by["fused"], by["products"]) < {"fp32": 1e-6, "bf16": 2e-3}[dtype]
 
 
 def test_fused_attention_of_a_stack_is_for_long_sequences_in_bf16_on_a_gpu():
@@ -158,7 +154,7 @@ def test_compiled_stack_is_refilled_with_any_runs_of_its_key_without_compiling_a
             stack.refill(bag)
             ours = torch.stack([stack.step(step) for step in range(6)])
             theirs = GPTStack(bag, text, torch.device("cpu"), own_batches=True)
-            assert relative(ours, torch.stack([theirs.step(step) for step in range(6)])) < 1e-4, bag
+            assert relative_error(ours, torch.stack([theirs.step(step) for step in range(6)])) < 1e-4, bag
 
 
 def test_diverged_run_is_frozen_and_does_not_hurt_its_neighbours(text):
@@ -168,7 +164,7 @@ def test_diverged_run_is_frozen_and_does_not_hurt_its_neighbours(text):
     losses = torch.stack([stack.step(step) for step in range(8)])
     assert not losses[-1, 1].isfinite()
     alone = GPTStack([calm], text, torch.device("cpu"))
-    assert relative(losses[:, 0], torch.cat([alone.step(step) for step in range(8)])) < 1e-5
+    assert relative_error(losses[:, 0], torch.cat([alone.step(step) for step in range(8)])) < 1e-5
     assert torch.equal(losses[:, 0], losses[:, 2])
     weights = stack.stack.tensors.params["norm.weight"][1].clone()
     stack.step(8)

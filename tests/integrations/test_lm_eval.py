@@ -297,7 +297,7 @@ def test_one_command_equals_three_steps(run, gpt2, data, tmp_path, monkeypatch, 
 
 
 def read_rows(path):
-    """Of the models, without the first row, which is chance."""
+    """The rows of the models, without the first row, which is chance."""
     return list(csv.DictReader(path.read_text().splitlines()))[1:]
 
 

@@ -52,7 +52,7 @@ def started_cluster():
 
 @pytest.fixture
 def cluster():
-    """One to break."""
+    """A cluster that a test may break."""
     with started_cluster() as made:
         yield made
 

@@ -40,7 +40,7 @@ def _sampled(model, *, vocab_size=256, **options):
 
 
 def _logits(model, ids):
-    """Of the next token, by hand: the last hidden state times the tied matrix, alpha_output 1.095 over a width of 2."""
+    """Logits of the next token, by hand: the last hidden state times the tied matrix, alpha_output 1.095 over a width of 2."""
     hidden = []
     handle = model.norm.register_forward_hook(lambda module, args, output: hidden.append(output))
     with torch.no_grad():

@@ -10,6 +10,7 @@ from torch import nn
 import smupar
 from smupar.check.coordinates.measure import CHANGE, DY, GRAD_X, NARROWING, WIDENING, Y
 from smupar.check.coordinates.verdict import FAIL, PASS
+from tests.architectures.architecture import settle_all
 from tests.check.coordinates.grid import batches_of, check, size_of, slope_of, twin
 from tests.models import mixture
 
@@ -66,16 +67,11 @@ MODELS = {
 }
 
 
-def settle(model, plan):
-    for reminder in tuple(plan.pending):
-        plan.settle(reminder)
-
-
 def fixed_check(kind, **changes):
     make, roles, shape = MODELS[kind]
     settings = {"base_width": 64, "widths": (64, 256), "densities": (1,), "steps": 3, "seeds": 5, "lr": 2**-8, **changes}
     batches = batches_of(settings["steps"], shape, num_classes=16 if kind == "projection" else 3, size=16)
-    return check(make, batches=batches, roles=roles, **{"prepare": settle, **settings})
+    return check(make, batches=batches, roles=roles, **{"prepare": settle_all, **settings})
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -132,7 +128,7 @@ def test_gradients_of_a_model_that_ends_in_a_projection_fall_as_the_root_of_the_
     x = F.normalize(projected, dim=-1)
     F.cross_entropy(4 * x @ x.roll(1, 0).T, batch[1]).backward()
     grad = inner.grad @ model.inner.weight.detach()
-    report = check(make, batches=[batch], roles=roles, densities=(1,), widths=(8, 16), prepare=settle)
+    report = check(make, batches=[batch], roles=roles, densities=(1,), widths=(8, 16), prepare=settle_all)
     found = size_of(report, "inner", GRAD_X, density=1.0)
     # At twice the base width: sqrt(2), not the factor 2 of a readout, in proportion to the gradient that the norm sends back.
     arriving = float(projected.grad.square().mean().sqrt())
@@ -143,7 +139,7 @@ def standard_init(place):
     """Leaves out the init's factor 1/sqrt(m_in)."""
 
     def plant(model, plan):
-        settle(model, plan)
+        settle_all(model, plan)
         row = plan[f"{place}.weight"]
         model.get_parameter(row.name).data.mul_(math.sqrt(row.width_in))
 
