@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -141,15 +142,16 @@ class DropAndGrow:
         return kept | largest(grow_score.nan_to_num(nan=0.0), ~kept, num)
 
 
-class _KeepLargest:
+class _KeepLargest(ABC):
     """Keeps the weights of largest magnitude, as many as the density of the step allows. ``pool`` is "layer" to rank weights
     in each layer, or "global" to rank all hidden weights together."""
 
     pool: str
     needs_gradient: ClassVar[bool] = False
 
+    @abstractmethod
     def density(self, first: Fraction, last: Fraction, done: int) -> Fraction:
-        raise NotImplementedError
+        """The density after ``done`` steps, on the way from the first to the last."""
 
     def next_masks(
         self, weights: Mapping[str, Weight], goals: Mapping[int, MaskGoal], done: int

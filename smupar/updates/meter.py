@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any
@@ -32,7 +33,7 @@ class UpdatesWarning(UserWarning):
     """A trace is doubtful, or can be followed only in part."""
 
 
-class Meter:
+class Meter(ABC):
     """Looks at hidden layers before and after some steps of the optimizer. Subclasses choose the steps and the measurements."""
 
     what = "updates of this model are measured"  # for the error about a second meter: "the ... already"
@@ -76,25 +77,25 @@ class Meter:
             probe.remove()
 
     @property
+    @abstractmethod
     def is_due(self) -> bool:
         """Whether the current or next step is looked at."""
-        raise NotImplementedError
 
+    @abstractmethod
     def groups(self, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
         """Name of a hidden weight -> its group."""
-        raise NotImplementedError
 
+    @abstractmethod
     def look(self, name: str, group: Mapping[str, Any]) -> None:
         """Looks at a layer before the update."""
-        raise NotImplementedError
 
+    @abstractmethod
     def measure(self, optimizer: torch.optim.Optimizer, groups: Mapping[str, Mapping[str, Any]]) -> None:
         """Measures, after an optimizer's update, its layers that were looked at."""
-        raise NotImplementedError
 
+    @abstractmethod
     def end_step(self) -> None:
         """Ends a step, when all optimizers have made their updates."""
-        raise NotImplementedError
 
     @torch.no_grad()
     def _look(self, step: Step) -> None:

@@ -6,6 +6,7 @@ Each class looks at the stack before a step, and measures the update of each lay
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -19,7 +20,7 @@ from smupar.updates.probe import Probe, exact, some_rows
 _ITERATIONS = 8  # of the power method
 
 
-class UpdateSizes:
+class UpdateSizes(ABC):
     """Call ``look`` before a step, with the start of a batch. After the step, call ``size`` for each layer, then ``forget``.
     ``decayed`` is the share of the weight that decoupled decay removed, for each model."""
 
@@ -30,8 +31,9 @@ class UpdateSizes:
     def look(self, batch: Sequence[Tensor]) -> None:
         self.before = {name: self.stack.weights[name].values.clone() for name in self.names}
 
+    @abstractmethod
     def size(self, name: str, decayed: Tensor) -> Tensor:
-        raise NotImplementedError
+        """The size of a layer's update in each model."""
 
     def forget(self) -> None:
         self.before = {}
