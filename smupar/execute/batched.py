@@ -168,7 +168,10 @@ class BatchedLoss:
             in_dims = (0, 0, 0 if self.own_batches else None)
             with fast_products():
                 return torch.func.vmap(fn, in_dims=in_dims, chunk_size=chunk_size)(params, buffers, batch)
-        first: Callable[[Any], Any] = lambda tree: _pytree.tree_map(lambda t: t[0], tree)  # noqa: E731
+
+        def first(tree: Any) -> Any:
+            return _pytree.tree_map(lambda t: t[0], tree)
+
         with fast_products():
             result = fn(first(params), first(buffers), first(batch) if self.own_batches else batch)
         return _pytree.tree_map(lambda t: t[None], result)

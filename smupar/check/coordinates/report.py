@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -192,26 +192,12 @@ def _draw(report: Report, quantities: tuple[str, ...]) -> Any:
     steps = sorted({reading.step for reading in report.readings if reading.step > 0})
     for row, quantity in enumerate(quantities):
         for column, (axis, rule) in enumerate(panels):
-            panel = grid[row][column]
+            panel, colour = grid[row][column], rule_colour(get_rule(rule).title)
+            sizes = [mean_sizes(report, axis, rule, quantity, step) for step in steps]
+            _draw_lines(panel, sizes, colour)
             ticks = sorted({getattr(reading, axis) for reading in report.readings})
-            colour = rule_colour(get_rule(rule).title)
-            for number, step in enumerate(steps):
-                shade = mixed(_DARK, colour, number / max(1, len(steps) - 1))
-                points = mean_sizes(report, axis, rule, quantity, step)
-                xs = sorted(points)
-                panel.plot(xs, [points[x] for x in xs], color=shade, marker="o", markersize=3, linewidth=1.3)
-            panel.set_xscale("log", base=2)
-            if panel.lines and any(len(line.get_xdata()) for line in panel.lines):
-                panel.set_yscale("log", base=2)
-            else:
-                panel.text(0.5, 0.5, "not measured", transform=panel.transAxes, ha="center")
             panel.set_xticks(ticks, [_tick(x, axis) for x in ticks])
             panel.minorticks_off()
-            panel.grid(True, color="0.92")
-            panel.set_axisbelow(True)
-            panel.spines[["top", "right"]].set_visible(False)
-            panel.spines[["left", "bottom"]].set_color("0.6")
-            panel.tick_params(color="0.6", labelcolor=_DARK, labelsize=9)
             if axis == "density":
                 panel.invert_xaxis()  # sparser to the right
             if row == 0:
@@ -225,6 +211,24 @@ def _draw(report: Report, quantities: tuple[str, ...]) -> Any:
     keys = {f"step {step}": line for step, line in ((steps[0], last[0]), (steps[-1], last[len(steps) - 1]))}
     figure.legend(list(keys.values()), list(keys), loc="outside lower center", ncols=2, fontsize=8, frameon=False)
     return figure
+
+
+def _draw_lines(panel: Any, sizes: Sequence[Mapping[float, float]], colour: str) -> None:
+    """Draws a line for each step, from its sizes by x."""
+    for number, points in enumerate(sizes):
+        xs = sorted(points)
+        shade = mixed(_DARK, colour, number / max(1, len(sizes) - 1))
+        panel.plot(xs, [points[x] for x in xs], color=shade, marker="o", markersize=3, linewidth=1.3)
+    panel.set_xscale("log", base=2)
+    if any(sizes):
+        panel.set_yscale("log", base=2)
+    else:
+        panel.text(0.5, 0.5, "not measured", transform=panel.transAxes, ha="center")
+    panel.grid(True, color="0.92")
+    panel.set_axisbelow(True)
+    panel.spines[["top", "right"]].set_visible(False)
+    panel.spines[["left", "bottom"]].set_color("0.6")
+    panel.tick_params(color="0.6", labelcolor=_DARK, labelsize=9)
 
 
 def _tick(value: float, axis: str) -> str:

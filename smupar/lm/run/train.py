@@ -178,7 +178,8 @@ class _FolderKeeper:
         self.stepper, self.checkpoints, self.num_kept = stepper, path / "checkpoints", how.keep
         self.folder, self.track = folder, track
         self.steps, world = stepper.config.steps, stepper.world
-        self.peak_speed: float | None = None  # a CPU has none that one would know, and other work would change what is measured
+        # None on a CPU, unless the user names its peak: it is not known, and other processes would disturb a measurement.
+        self.peak_speed: float | None = None
         if world.device.type != "cpu" or how.peak_tflops:
             peak = peak_flops(world.device, stepper.config.dtype, how.peak_tflops) * world.size
             self.peak_speed = peak / (6 * stepper.num_parameters)  # the usual convention: FLOPs for each parameter and token

@@ -87,8 +87,8 @@ def _counts(module: nn.Module) -> dict[str, int]:
     found: dict[str, Any] = dict(vars(module))
     configs = {name: config for name, value in vars(module).items() if (config := as_config(value)) is not None}
     found |= {f"{name}.{field}": value for name, config in configs.items() for field, value in config.items()}
-    is_count = lambda name: _COUNTS_LAYERS.fullmatch(name.rpartition(".")[2])  # noqa: E731
-    return {name: value for name, value in found.items() if type(value) is int and is_count(name)}
+    numbers = {name: value for name, value in found.items() if type(value) is int}
+    return {name: value for name, value in numbers.items() if _COUNTS_LAYERS.fullmatch(name.rpartition(".")[2])}
 
 
 def _refuse_gaps(depth: Correspondence, scaled: list[str]) -> None:
