@@ -1,6 +1,6 @@
 """Tries smupar on every architecture of tests/architectures and writes docs/models.md.
 
-``python docs/models.py`` does everything, which takes a quarter of an hour of one core. Each row goes to docs/lab/models.json
+``python docs/models.py`` does everything, which took an hour on a busy machine. Each row goes to docs/lab/models.json
 as it ends, and a row that is there and of the present state of the code is not run again. Names as arguments run these rows
 again. A test runs the quick columns of a few architectures, and a slow one all of them.
 """
