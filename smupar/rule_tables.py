@@ -29,7 +29,7 @@ def table() -> list[list[str]]:
 
     sgd_vector = "muP; not printed in the paper"
     tuned = "ours: LR times decay stays as tuned"
-    router = "ours: muP's output weight, without a forward factor"
+    router = "ours: as muP's output weight, with its forward factor folded in"
     lines: list[tuple[str, Callable[[Rule], str], str]] = [
         ("embedding init variance", init("embedding"), "Table 1"),
         ("embedding LR (Adam family)", lr("adam", "embedding"), "Table 1"),

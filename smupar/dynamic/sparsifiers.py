@@ -100,7 +100,7 @@ class _AnySparsifier(ABC):
 
 
 class StackedSparsifier(_AnySparsifier):
-    """Moves the masks of a stack. Call ``before`` before each step and ``after`` after it, with the step's number from 0 on.
+    """Moves the masks of a stack. Call ``before`` and then ``after`` around each step, with the step's number from 0 on.
     Together they do what ``Sparsifier.step`` does for one model."""
 
     def __init__(self, stack: Stack, goals: Mapping[int, MaskGoal]) -> None:

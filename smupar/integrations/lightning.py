@@ -45,7 +45,7 @@ class SmuparCallback(Callback):
     sparsifier  (module, plan, optimizers) -> RigL, SET, GMP or IMP, such as functools.partial(smupar.RigL, every=100, stop=750)
     updates     (module, plan, optimizers) -> result of smupar.record_updates or follow_updates
     prepare     function (module, plan) that sets what only you can set, such as the attention scale
-    observe     record sizes of hidden layers over the run: ``observer.observation``, and observed.json in the Trainer's folder
+    observe     measure hidden layers over the run: ``observer.observation``, and observed.json in the Trainer's folder
     settings    settings of ``smupar.parameterize``
 
     The module finds this callback as ``self.smupar``, with ``plan`` and ``param_groups``. Lightning's checkpoints hold the

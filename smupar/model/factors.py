@@ -38,14 +38,14 @@ def add_missing_factors(models: Sequence[nn.Module], plans: Sequence[Plan]) -> N
                 set_factor(module, 1.0, parameter)
     branches = sorted({path for plan in plans for path, _ in plan.branches})
     for model in models:
-        add_missing_branches(model, map(model.get_submodule, branches))
+        add_missing_branch_factors(model, map(model.get_submodule, branches))
 
 
-def add_missing_branches(model: nn.Module, ends: Iterable[nn.Module]) -> None:
+def add_missing_branch_factors(model: nn.Module, ends: Iterable[nn.Module]) -> None:
     """Adds a factor of 1 to the ends of residual branches that have no factor."""
     for module in ends:
         if not hasattr(module, BRANCH):
-            set_branch(module, 1.0, next(model.parameters()))
+            set_branch_factor(module, 1.0, next(model.parameters()))
 
 
 def _scale_input(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -85,9 +85,9 @@ def has_branch_hook(module: nn.Module) -> bool:
     return _scale_branch in module._forward_hooks.values()
 
 
-def set_branch(module: nn.Module, factor: float, parameter: Tensor) -> None:
-    """Makes a module multiply its output by a factor. The factor gets the device of ``parameter``, and float64 if it has that
-    dtype."""
+def set_branch_factor(module: nn.Module, factor: float, parameter: Tensor) -> None:
+    """Makes a module multiply its output by a factor. The factor has the device of ``parameter``. Its dtype is float64 if
+    ``parameter`` has that dtype, otherwise float32."""
     _set_buffer(module, BRANCH, factor, parameter)
     if not has_branch_hook(module):
         module.register_forward_hook(_scale_branch)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from smupar.model.attention import apply_attention
 from smupar.model.csr import MASK, expand_state, is_compressed
-from smupar.model.factors import BRANCH, FACTOR, no_broadcast, set_branch, set_factor
+from smupar.model.factors import BRANCH, FACTOR, no_broadcast, set_branch_factor, set_factor
 from smupar.model.gradients import gradient_mask
 from smupar.model.init import initialise, padding_rows, plan_resets
 from smupar.model.relayout import watch_optimizers
@@ -290,7 +290,7 @@ def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
         for path, factor in row.forward:
             set_factor(model.get_submodule(path), factor, weight.parameter)
     for path, factor in plan.branches:
-        set_branch(model.get_submodule(path), factor, next(model.parameters()))
+        set_branch_factor(model.get_submodule(path), factor, next(model.parameters()))
     # These have a mask from the plan, or a mask of ones that will move.
     masked = {weight.name: weight for _, weight in rows if weight.is_masked}
     no_broadcast(model, (name for weight in masked.values() for name in weight.mask_buffers))

@@ -1,8 +1,8 @@
 """Figure 3: validation loss over sparsity, with the hyperparameters of the dense model.
 
-SP's hyperparameters do not transfer, so SP gets three chances: the paper's learning rate; the best learning rate of its own
-dense model; and that rate with the same product of learning rate and decay as the other rules. More runs vary the kind of decay
-and the depth, and compare SmuPar with measured updates.
+SP's hyperparameters do not transfer, so SP gets three chances at every density: the paper's learning rate; the best learning
+rate of its own dense model; and that rate with the same product of learning rate and decay as the other rules. One more run
+gives SP a faster embedding. Other runs vary the seed, the kind of decay and the depth. Two runs follow measured updates.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from smupar.paper.figure import (
     over,
     pooled_spread,
     runs_of,
+    spread_in_words,
     title,
     valid_loss,
 )
@@ -73,7 +74,8 @@ def _proxy(scale: Scale) -> RunConfig:
 def then(scale: Scale, study: Study) -> list[RunConfig]:
     """The runs of SP at the best learning rate of its dense model, and those that follow the proxy.
 
-    Each of the two needs other runs to have ended. An unfinished study can have either.
+    The first need the whole sweep of SP's learning rate, the second need the proxy. In an unfinished study one of the two
+    may be ready before the other.
     """
     if scale.name != "small":
         return []
@@ -205,15 +207,15 @@ def claim(rows: Rows) -> Claim:
     means, spread = _means(lines), pooled_spread(seeds for own in lines.values() for seeds in own.values())
     rivals = [name for name in means if name == "muP" or name.startswith("SP")]
     gaps = {name: {s: gap for s, gap in _gaps(means[name], means["SmuPar"]).items() if s} for name in rivals}
-    whole = [name for name, own in gaps.items() if len(own) > 1]
-    return all_of(*(_is_ahead(name, gaps[name], spread) for name in whole), *(_grows(name, gaps[name]) for name in whole))
+    over_density = [name for name, own in gaps.items() if len(own) > 1]
+    ahead = [_is_ahead(name, gaps[name], spread) for name in over_density]
+    return all_of(*ahead, *(_grows(name, gaps[name]) for name in over_density))
 
 
 def _is_ahead(name: str, gaps: dict[float, float], spread: float | None) -> Claim:
     asked = NUM_SPREADS * (spread or USUAL_SPREAD)
     words = ", ".join(f"{gap:+.1%} at {density_in_words(sparsity)}" for sparsity, gap in gaps.items())
-    whose = "the spread of seeds" if spread else "the usual spread of seeds (one seed here)"
-    than = f"more than {NUM_SPREADS} x {spread or USUAL_SPREAD:.2%}, {whose}"
+    than = f"more than {NUM_SPREADS} x {spread or USUAL_SPREAD:.2%}, {spread_in_words(spread)}"
     return Claim(min(gaps.values()) > asked, f"{_quoted(name)} ends above SmuPar at every density below 1, by {than}: {words}")
 
 

@@ -10,6 +10,7 @@ from smupar.paper.figure import (
     all_of,
     at_dense_optimum,
     curves,
+    density_in_words,
     is_stable,
     moves_more,
     panels,
@@ -35,7 +36,7 @@ def _better(rows: Rows) -> Claim:
         for index, curve in enumerate(smupar):
             gaps[title(rule), curve.sparsity] = at_dense_optimum(others, index) / at_dense_optimum(smupar, index) - 1
     sparse = {key: gap for key, gap in gaps.items() if key[1] >= _SPARSE}
-    words = ", ".join(f"{name} {gap:+.1%} at {sparsity:.4g}" for (name, sparsity), gap in sparse.items())
+    words = ", ".join(f"{name} {gap:+.1%} at {density_in_words(sparsity)}" for (name, sparsity), gap in sparse.items())
     text = f"at their dense-tuned learning rates the other rules end above SmuPar by more than {asked:.1%}: {words}"
     return Claim(min(sparse.values()) > asked, f"{text} ({title('sp')}'s gap when dense is {gaps[title('sp'), 0.0]:+.1%})")
 

@@ -12,6 +12,7 @@ from smupar.paper.figure import (
     Rows,
     all_of,
     curves,
+    density_in_words,
     spread_of_seeds,
     title,
 )
@@ -47,7 +48,7 @@ def _is_behind(name: str, theirs: list[Curve], ours: list[Curve], asked: float) 
     gaps = [other.best_loss / own.best_loss - 1 for other, own in pairs]
     mean = sum(gaps) / len(gaps)
     words = ", ".join(
-        f"{gap:+.1%} at {own.sparsity:.4g}{' (edge of the grid)' if other.on_edge else ''}"
+        f"{gap:+.1%} at {density_in_words(own.sparsity)}{' (edge of the grid)' if other.on_edge else ''}"
         for gap, (other, own) in zip(gaps, pairs, strict=True)
     )
     text = f"{name} ends above SmuPar by more than {asked:.1%} on average over sparse models, by {mean:+.1%}: {words}"

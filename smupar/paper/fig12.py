@@ -18,6 +18,7 @@ from smupar.paper.figure import (
     all_of,
     at_dense_optimum,
     curve,
+    density_in_words,
     edge,
     moving,
     panel,
@@ -173,9 +174,9 @@ def _wins(columns: dict[str, list[Curve]], proxy: Curve, method: str) -> list[Cl
             others = {rule: at_dense_optimum(columns[rule], index) for rule in ("SP", "muP", "SmuPar")}
             words = ", ".join(f"{rule} {loss:.3f}" for rule, loss in others.items())
             text = (
-                f"{method} at {target.sparsity:.4g}: measured updates have the lowest loss, each at its dense-tuned learning "
+                f"{method} at density {density_in_words(target.sparsity)}: measured updates have the lowest loss, each at its "
+                f"dense-tuned learning rate: measured {ours:.3f}, {words}"
             )
-            text += f"rate: measured {ours:.3f}, {words}"
             wins.append(Claim(ours < min(others.values()), text))
     return wins
 

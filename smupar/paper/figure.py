@@ -45,7 +45,7 @@ NUM_SPREADS = 2
 # The spread of seeds for figures with one seed: the median over the configurations of Figures 6 and 12 that have three seeds.
 USUAL_SPREAD = 0.002
 MORE = 1.1  # one optimum moves more than another if its move is larger by this factor
-# Where numbers follow, perhaps those of a rule (": SP +3.8% at 0.75"), or powers of the density.
+# Where numbers follow, perhaps those of a rule (": SP +3.8% at 1/4"), or powers of the density.
 _NUMBERS = re.compile(r": (?=(?:\w+ )?[+-]?\d|as density\^)")
 _AXES = {"lr": "learning rate", "init_std": "init std"}
 
@@ -185,6 +185,14 @@ def pooled_spread(groups: Iterable[Sequence[float]]) -> float | None:
     with diverged runs do not count."""
     seeded = [losses for losses in groups if len(losses) > 1 and all(map(math.isfinite, losses))]
     return math.sqrt(fmean(variance(losses) / fmean(losses) ** 2 for losses in seeded)) if seeded else None
+
+
+def spread_in_words(spread: float | None) -> str:
+    return "the spread of seeds" if spread else "the usual spread of seeds (one seed here)"
+
+
+def density_in_words(sparsity: float) -> str:
+    return f"1/{1 / (1 - sparsity):.4g}" if sparsity else "1"
 
 
 def title(rule: str) -> str:

@@ -7,6 +7,7 @@ the commit that made it. The page NAME.md is generated from these facts, except 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -28,6 +29,7 @@ _INDEX_HEADING = "# Results"
 _NOTHING_YET = "Nothing to note yet."
 _ANSWERS = {True: "yes", False: "**no**", None: "cannot tell"}
 _VERDICTS = {True: "Holds", False: "Does not hold", None: "Cannot tell"}
+_FULL_HASH = re.compile(r"^([0-9a-f]{7})[0-9a-f]*")  # what follows, such as -dirty, stays
 _RUN_AGAIN = "delete it, and run the figure again"
 
 
@@ -280,10 +282,15 @@ def _heading(name: str) -> str:
 
 
 def _what_was_measured(fig: Figure, facts: dict[str, Any]) -> str:
-    made_by = f"Made by commit {', '.join(facts['commits']) or versions().get('commit', 'unknown')}."
+    made_by = _made_by(facts["commits"] or [versions().get("commit", "unknown")])
     if not fig.what:
         return "No model is trained."
     return f"{fig.what(Scale(facts['scale']))} {facts['devices'][0]}, {facts['minutes']:.1f} minutes in all. {made_by}"
+
+
+def _made_by(commits: Sequence[str]) -> str:
+    short = [_FULL_HASH.sub(r"\1", commit) for commit in commits]
+    return f"Made by commit{'s' * (len(short) > 1)} {_listed(short)}."
 
 
 def _made_on(done: Reproduced) -> dict[str, Any]:
@@ -305,7 +312,7 @@ def _what_was_run(facts: dict[str, Any]) -> list[str]:
         f"{first.model.vocab_size}; {_distinct(configs, 'steps')} steps of {batches} tokens of `{first.data}`, {first.dtype}; "
         f"density {_densities(configs)}; seed{'s' * (len(seeds) > 1)} {_listed(seeds)}; {_optimizer(configs)}.",
         f"{'; '.join(facts['devices'])}. {facts['minutes']:.1f} minutes of training on it, compilation not counted; runs that "
-        f"several figures share are counted in each. Made by commit {', '.join(facts['commits'])}. Every run with its "
+        f"several figures share are counted in each. {_made_by(facts['commits'])} Every run with its "
         f"configuration and hash: [{facts['figure']}.json]({facts['figure']}.json).",
     ]
 

@@ -396,7 +396,7 @@ def _cost_on_gpus(name: str, fig: Figure, scale: Scale, command: str) -> FigureC
     }
     facts = {
         "runs": len(configs),
-        "is_all": not fig.then or fig.expected is not None,
+        "counts_all": not fig.then or fig.expected is not None,
         "parameters": (small, big),
         "tokens": tokens,
         "flops": flops,

@@ -21,7 +21,7 @@ PRINTED = {
 def claim(rows: Rows = ()) -> Claim:
     executed = {row[0]: tuple(row[1:4]) for row in table()}
     different = [what for what, printed in PRINTED.items() if executed.get(what) != printed]
-    text = f"{', '.join(different)} differ" if different else f"all {len(PRINTED)} printed rows are executed as printed"
+    text = f"{', '.join(different)} differ" if different else f"the code executes all {len(PRINTED)} rows that the paper prints"
     return Claim(not different, text)
 
 

@@ -74,12 +74,12 @@ class Compared(NamedTuple):
         return self.values[best] - self.values[worst] > 2 * math.hypot(self.errors[best], self.errors[worst])
 
     def is_good(self, rule: str) -> bool:
-        """Whether the rule is the best, or within 0.01 of it, as the paper counts."""
+        """Whether the rule is the best, or at most one percentage point below it. The paper writes this point as 0.01."""
         return self.values[rule] >= max(self.values.values()) - 1
 
 
 def cells(table: str) -> list[Compared]:
-    """A cell for each task and sparsity above 0, from the table as text."""
+    """A cell for each task at each sparsity above 0, read from the text of the table."""
     lines = [re.split(r" {2,}", line) for line in table.partition("\n\n")[0].splitlines()]
     found: dict[tuple[str, int], Compared] = {}
     for name, *numbers in lines[2:]:  # after the titles and random guessing
@@ -92,8 +92,9 @@ def cells(table: str) -> list[Compared]:
 
 
 def claim(table: str) -> Claim:
-    """Whether SmuPar is best or within 0.01 of the best almost everywhere, and more often than the other rules. The answer is
-    unknown if rules do not differ significantly at most sparsities and tasks."""
+    """Whether SmuPar is best or within 0.01 of the best almost everywhere, and at least as often as every other rule. The
+    answer is
+    unknown unless rules differ significantly in most pairs of task and sparsity."""
     compared = cells(table)
     telling = [cell for cell in compared if cell.tells_apart]
     counts = {rule: sum(cell.is_good(rule) for cell in compared) for rule in compared[0].values}
@@ -101,10 +102,9 @@ def claim(table: str) -> Claim:
     is_best = ours >= _ALMOST_ALL * len(compared) and ours == max(counts.values())
     words = ", ".join(f"{rule} {count}" for rule, count in counts.items())
     text = (
-        f"how often a rule is best or within 0.01 of the best, of {len(compared)} tasks and sparsities: {words}; in "
-        f"{len(telling)} of "
+        f"how often a rule is best or within 0.01 of the best, in {len(compared)} pairs of task and sparsity: {words}; in "
+        f"{len(telling)} pairs rules differ by more than two standard errors"
     )
-    text += "them rules differ by more than two standard errors"
     return Claim(is_best if len(telling) > len(compared) / 2 else None, f"{text}. {table.strip().splitlines()[-1]}")
 
 

@@ -1,8 +1,8 @@
 """Predicts the cost of a study: number of runs, time and memory. ``smupar sweep --dry-run`` prints it.
 
-The time on this machine is measured with a few steps of each shape, in the stacks that the study would use. For a cluster it
-follows from FLOPs. Some runs depend on results, such as further seeds around an optimum. They are counted as if every optimum
-lay in the middle of its axis.
+The time on this machine is measured with a few steps of each shape, in the stacks that the study would use. The time of runs
+that are not stacked follows from FLOPs, and so does the time on a cluster. Some runs depend on results, such as further seeds
+around an optimum. They are counted as if every optimum lay in the middle of its axis.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class StudyForecast:
     folder: Path
     num_runs: int
     num_done: int
-    num_after: int  # number of runs that depend on results
-    is_all: bool  # False if some runs cannot be known yet
+    num_dependent: int  # runs that depend on results
+    counts_all: bool  # False if some runs cannot be known yet
     num_parameters: tuple[int, int]  # of the smallest and the largest model
     num_tokens: int  # in the remaining runs
     flops: float
     seconds: float
     memory_bytes: float
-    how: str  # how the time was found
+    time_source: str  # where the time comes from: a measurement, or FLOPs
 
     @property
     def values(self) -> dict[str, Any]:
@@ -59,27 +59,27 @@ class StudyForecast:
             "folder": str(self.folder),
             "runs": self.num_runs,
             "done": self.num_done,
-            "after_results": self.num_after,
-            "is_all": self.is_all,
+            "after_results": self.num_dependent,
+            "counts_all": self.counts_all,
             "parameters": self.num_parameters,
             "tokens": self.num_tokens,
             "flops": self.flops,
             "seconds": self.seconds,
             "memory_gib": self.memory_bytes / _GIB,
-            "how": self.how,
+            "how": self.time_source,
         }
 
     @property
     def lines(self) -> dict[str, str]:
         smallest, largest = self.num_parameters
-        after = f", {self.num_after} of them chosen by the results of others" if self.num_after else ""
-        more = "" if self.is_all else ", and those that follow a trace of the proxy, which are not counted"
+        after = f", {self.num_dependent} of them chosen by the results of others" if self.num_dependent else ""
+        more = "" if self.counts_all else ", and those that follow a trace of the proxy, which are not counted"
         return {
             "runs": f"{self.num_runs:,} ({self.num_done:,} done){after}{more}",
             "parameters": f"{smallest:,}" + (f" to {largest:,}" if largest != smallest else ""),
             "tokens": f"{self.num_tokens:,} in the remaining runs",
             "FLOPs": f"{self.flops:.3g}",
-            "time": f"about {in_words(self.seconds)}, {self.how}",
+            "time": f"about {in_words(self.seconds)}, {self.time_source}",
             "memory": f"about {self.memory_bytes / _GIB:.2f} GiB at most",
             "folder": f"{self.folder}",
         }
@@ -91,32 +91,32 @@ class StudyForecast:
 def forecast(folder: str | Path, definition: StudyDefinition, how: EngineConfig) -> StudyForecast:
     """Predicts the cost of what is left of a study. Writes nothing."""
     study = Study(folder)
-    configs, num_first, is_all = _all_runs(study, definition)
+    configs, num_first, counts_all = _all_runs(study, definition)
     missing = study.missing(configs)
     refuse_impossible(missing)
     costs = {config.id: estimate(config) for config in unique(configs)}
     left = [costs[config.id] for config in missing]
     sizes = [cost.num_parameters for cost in costs.values()]
-    seconds, memory, how_found = _on_cluster(left) if how.engine == "ray" else _on_this_machine(missing, costs, how)
+    seconds, memory, source = _on_cluster(left) if how.engine == "ray" else _on_this_machine(missing, costs, how)
     return StudyForecast(
         folder=study.folder,
         num_runs=len(costs),
         num_done=len(costs) - len(missing),
-        num_after=len(costs) - num_first,
-        is_all=is_all,
+        num_dependent=len(costs) - num_first,
+        counts_all=counts_all,
         num_parameters=(min(sizes), max(sizes)),
         num_tokens=sum(cost.num_tokens for cost in left),
         flops=sum(cost.dense_flops for cost in left),
         seconds=seconds,
         memory_bytes=memory,
-        how=how_found,
+        time_source=source,
     )
 
 
 def _all_runs(study: Study, definition: StudyDefinition) -> tuple[list[RunConfig], int, bool]:
-    """The runs of a study that can be known, the number of those that do not depend on results, and whether these are all
+    """The runs that can be known now, how many of them do not depend on results, and whether the study has no other
     runs."""
-    first, is_all = unique(definition.stages[0](study)), True
+    first, counts_all = unique(definition.stages[0](study)), True
     imagined, found = _Imagined(study.folder, first), list(first)
     for propose in definition.stages:
         grows = True
@@ -124,11 +124,11 @@ def _all_runs(study: Study, definition: StudyDefinition) -> tuple[list[RunConfig
             try:
                 more = unique([*found, *propose(imagined)])
             except (ValueError, OSError):  # the stage needs a file that only a finished run leaves
-                is_all = False
+                counts_all = False
                 break
             grows = len(more) > len(found)
             found = imagined.imagined = more
-    return found, len(first), is_all
+    return found, len(first), counts_all
 
 
 class _Imagined(Study):
@@ -153,11 +153,12 @@ class _Imagined(Study):
 def _on_cluster(left: Sequence[Cost]) -> tuple[float, float, str]:
     hours = sum(cost.hours(peak_tflops=_H200_TFLOPS, share=_SHARE) for cost in left)
     memory = max((cost.state_bytes + cost.activation_bytes for cost in left), default=0.0)
-    return 3600 * hours, memory, f"on one H200 at {_SHARE:.0%} of {_H200_TFLOPS:g} TFLOP/s; a cluster shares it"
+    return 3600 * hours, memory, f"on one H200 at {_SHARE:.0%} of {_H200_TFLOPS:g} TFLOP/s; a cluster divides it among its GPUs"
 
 
 def _on_this_machine(missing: Sequence[RunConfig], costs: dict[str, Cost], how: EngineConfig) -> tuple[float, float, str]:
-    """Seconds, bytes, and how they were found. A few steps of each shape are trained as the study would train them."""
+    """Seconds, bytes, and where the seconds come from: from a few steps of each shape that is stacked, and from FLOPs for
+    others."""
     device = pick_device(how.device)
     seconds = memory = 0.0
     shapes, done, is_measured = groups(missing), 0, True

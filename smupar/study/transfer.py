@@ -187,7 +187,7 @@ def _answer(config: TransferConfig, verdict: Verdict) -> Answer:
         "name": title_of(verdict.rule),
         "value": verdict.moved_words,
         "text": f"best {_NAMES[config.axis]} {verdict.proxy.best:.3g} on the dense proxy\n{moved_to} at {where}\n"
-        f"keeping the proxy's costs {_percent(cost)} {'there' if at_cost == where else f'at {at_cost}'}",
+        f"keeping the proxy's best costs {_percent(cost)} {'there' if at_cost == where else f'at {at_cost}'}",
         "tone": verdict.tone,
         "rule": title_of(verdict.rule),
     }

@@ -112,7 +112,7 @@ class Meter(ABC):
             return
         if self.is_due:
             groups = self.groups(step.optimizer)
-            looked_at = {n: group for n, group in groups.items() if n in self.probes and self.probes[n].before is not None}
+            looked_at = {n: group for n, group in groups.items() if n in self.probes and self.probes[n].old_output is not None}
             if looked_at:
                 with exact():
                     self.measure(step.optimizer, looked_at)

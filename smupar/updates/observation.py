@@ -1,4 +1,4 @@
-"""The record of ``observe``: sizes of hidden layers, at some steps of a run."""
+"""The record of ``observe``: how large outputs, gradients, updates and weights of hidden layers are at some steps of a run."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def is_looked_at(step: int, last: int | None = None) -> bool:
 
 @dataclass
 class Observation:
-    """Sizes of hidden layers over a run.
+    """How large outputs, gradients, updates and weights of hidden layers are over a run.
 
     at          the steps that were looked at, counted from 1
     sizes       quantity -> layer -> a number for each look, which is not finite if it could not be measured

@@ -1,12 +1,15 @@
-"""``observe`` records sizes of hidden layers at log-spaced steps of a run, without changing the run.
+"""``observe`` measures outputs, gradients, updates and weights of hidden layers at log-spaced steps of a run, without changing
+the run.
 
-At each look it measures, on some inputs X of each layer, with the weight W before the step and its update dW:
+Here X are some inputs of a layer, W is its weight before the step, and dW is the update. Outputs, gradients and updates are
+measured by their root mean square (RMS). Each look measures:
 
     Y = X W                         the layer's output
     grad X                          the gradient of X through this layer alone
     dY = X dW                       the change of the output by the update, without decoupled weight decay
-    alignment                       RMS(X dW) over RMS((X s) dW) with random signs s: 1 if what a neuron's n weights contribute
-                                    to dY has random signs, sqrt(n) if all contributions are equal
+    alignment                       RMS(X dW) divided by RMS((X s) dW), where s are random signs. A neuron adds up the
+                                    contributions of its n weights. The alignment is 1 if their signs are random, and sqrt(n) if
+                                    all contributions are equal.
     weights                         RMS of the kept weights
     top singular value              the largest singular value of W, estimated by a few power iterations
     attention entropy               mean entropy of attention, in nats
@@ -52,7 +55,7 @@ from smupar.updates.probe import Probe, exact, some_rows
 
 _ITERATIONS = (8, 2)  # of the power method: at the first look, and at later ones, which start from the previous result
 _RANDOM = "dY with random signs"
-_MEANS = (Y, GRAD_X, DY, _RANDOM, WEIGHTS, TOP)  # quantities that are measured as sums of squares
+_SUMMED = (Y, GRAD_X, DY, _RANDOM, WEIGHTS, TOP)  # quantities that are measured as sums of squares
 
 
 class _LayerLook:
@@ -64,7 +67,7 @@ class _LayerLook:
 
     def __init__(self, probe: Probe) -> None:
         self.probe = probe
-        self.random = Probe(probe.weight, probe.in_dim)
+        self.signed = Probe(probe.weight, probe.in_dim)
         self.direction: Tensor | None = None  # right singular vector of the largest singular value
         self.mask_checksum: Tensor | None = None  # of the mask at the last look
         self.sums: dict[str, Tensor] = {}
@@ -74,13 +77,13 @@ class _LayerLook:
         x = probe.inputs
         shape = x.shape[1:] if self._is_stack else x.shape
         signs = torch.randint(2, shape, generator=torch.Generator().manual_seed(step)).to(x.device, x.dtype)
-        self.random.inputs = x * (2 * signs - 1)
+        self.signed.inputs = x * (2 * signs - 1)
         probe.look()
-        self.random.look()
-        assert probe.before is not None
+        self.signed.look()
+        assert probe.old_output is not None
         values, kept = _values(weight), weight.num_kept().to(torch.float64).reshape(-1)
         self.sums = {
-            Y: self._total(probe.before),
+            Y: self._total(probe.old_output),
             WEIGHTS: torch.stack([_flat(values, self._is_stack).double().square().sum(1), kept], dim=-1),
             TOP: self._top_singular_value(),
         }
@@ -90,7 +93,7 @@ class _LayerLook:
 
     def after(self, decayed: float | Tensor) -> dict[str, Tensor]:
         self.sums[DY] = self._total(self.probe.change(decayed))
-        self.sums[_RANDOM] = self._total(self.random.change(decayed))
+        self.sums[_RANDOM] = self._total(self.signed.change(decayed))
         return self.sums
 
     @property
@@ -176,7 +179,7 @@ class Observer(Meter):
         for name, group in groups.items():
             layer = self.layers[name]
             of_layer = layer.after(decayed_share(optimizer, group))
-            pairs = [of_layer.get(quantity, of_layer[Y].new_zeros(1, 2)) for quantity in _MEANS]
+            pairs = [of_layer.get(quantity, of_layer[Y].new_zeros(1, 2)) for quantity in _SUMMED]
             moved = torch.stack([layer.moved, torch.ones_like(layer.moved)], dim=-1)
             rows.append(torch.cat([*pairs, moved.to(pairs[0])]))
         sums = torch.stack(rows)  # (layers, quantities, 2)
@@ -184,7 +187,7 @@ class Observer(Meter):
             dist.all_reduce(sums)
         for (name, group), pairs in zip(groups.items(), sums.tolist(), strict=True):
             *means, moved = pairs
-            row = _sizes(dict(zip(_MEANS, means, strict=True)))
+            row = _rms_and_alignment(dict(zip(_SUMMED, means, strict=True)))
             row |= {LR: float(group["lr"]), DECAY: float(group["lr"]) * group.get("weight_decay", 0.0)}
             row[MOVED] = float(moved[0] > 0)
             for quantity, value in row.items():
@@ -208,7 +211,7 @@ class Observer(Meter):
         self.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as JSON."""
+        """The state; the observation in it is JSON."""
         return {"step": self.step, "observation": self.observation.to_json()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -217,7 +220,7 @@ class Observer(Meter):
 
 
 def observe(model: nn.Module, plan: Plan, optimizer: Any, *, steps: int | None = None) -> Observer:
-    """Records sizes of hidden layers while a model trains: outputs, gradients, effects of updates, weights, alignment.
+    """Measures outputs, gradients, updates, weights and their alignment in hidden layers while a model trains.
 
     Use it as ``with observe(model, plan, optimizer) as seen: ...train...``, then ``print(seen)`` or
     ``seen.save("observed.json")``. It looks at steps 1, 2, 3, 4, 6, 8, 11, 16, ... If ``steps`` gives the length of the run, it
@@ -232,8 +235,8 @@ def observe(model: nn.Module, plan: Plan, optimizer: Any, *, steps: int | None =
 
 
 class StackedObserver:
-    """Observes all models of a stack. Call ``before`` before each step, with the first part of its batch, and ``after`` after
-    it, with the share of the peak learning rate that each model uses. Both take the number of the step, from 0 on."""
+    """Observes all models of a stack. Before each step call ``before``, with the step's batch. After the step call ``after``,
+    with the share of the peak learning rate that each model uses. Both take the number of the step, from 0 on."""
 
     def __init__(self, stack: Stack, plans: Sequence[Plan], steps: int | None = None) -> None:
         self.stack, self.last = stack, steps
@@ -266,7 +269,7 @@ class StackedObserver:
             decayed = used * decay * self.stack.decay_change(name)
             sums = layer.after(decayed.view(-1, 1, 1) if self.decouples else 0.0)
             for model, look in enumerate(looks):
-                row = _sizes({quantity: sums[quantity][model].tolist() for quantity in _MEANS})
+                row = _rms_and_alignment({quantity: sums[quantity][model].tolist() for quantity in _SUMMED})
                 row |= {LR: float(used[model]), DECAY: float(decayed[model])}
                 row[MOVED] = float(layer.moved[min(model, len(layer.moved) - 1)])
                 for quantity, value in row.items():
@@ -275,8 +278,8 @@ class StackedObserver:
             observation.add(step + 1, look)
 
 
-def _sizes(pairs: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """The sizes of a layer at one look, from sums of squares and numbers of entries."""
+def _rms_and_alignment(pairs: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Root mean squares of a layer at one look, and its alignment, from sums of squares and numbers of entries."""
     sizes = {quantity: math.sqrt(total / count) if count else math.nan for quantity, (total, count) in pairs.items()}
     random = sizes.pop(_RANDOM)
     sizes[ALIGNMENT] = sizes[DY] / random if random else math.nan

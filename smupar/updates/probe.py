@@ -56,19 +56,19 @@ class Probe:
     """Measures the change of one layer's output by an update, in one model or in all models of a stack."""
 
     inputs: Tensor
-    before: Tensor | None = None  # the output before the update, if it was looked at
+    old_output: Tensor | None = None  # the output before the update, if it was looked at
 
     def __init__(self, weight: Weight, in_dim: int = 1) -> None:
         self.weight, self.in_dim = weight, in_dim
 
     def look(self) -> None:
-        self.before = self.weight.multiply(self.inputs, in_dim=self.in_dim)
+        self.old_output = self.weight.multiply(self.inputs, in_dim=self.in_dim)
 
     def change(self, decayed: float | Tensor) -> Tensor:
         """The change of the output by the update, without weight decay, which removed the share ``decayed`` of the weight."""
-        before, self.before = self.before, None
-        assert before is not None
-        return self.weight.multiply(self.inputs, in_dim=self.in_dim) - (1 - decayed) * before
+        old, self.old_output = self.old_output, None
+        assert old is not None
+        return self.weight.multiply(self.inputs, in_dim=self.in_dim) - (1 - decayed) * old
 
 
 class LayerProbe(Probe):

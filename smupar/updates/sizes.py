@@ -1,6 +1,6 @@
-"""Measures the sizes of a stack's updates, in the quantity that ``Law.size`` names.
+"""Measures how large the updates of a stack of models are, in the quantity that ``Law.size`` names.
 
-Each class looks at the stack before a step, and measures the update of each layer after it, for each model.
+Each class looks at the stack before a step. After the step it measures the update of each layer, for each model.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _ITERATIONS = 8  # of the power method
 
 
 class UpdateSizes(ABC):
-    """Call ``look`` before a step, with the start of a batch. After the step, call ``size`` for each layer, then ``forget``.
-    ``decayed`` is the share of the weight that decoupled decay removed, for each model."""
+    """Call ``look`` before a step, with a batch. After the step, call ``size`` for each layer, then ``forget``. ``decayed`` is
+    the share of the weight that decoupled decay removed, for each model."""
 
     def __init__(self, stack: Stack, names: Sequence[str], law: Law) -> None:
         self.stack, self.names, self.law = stack, names, law

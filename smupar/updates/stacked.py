@@ -19,9 +19,9 @@ from smupar.updates.trace import LAW, Trace, TraceReader, averages_after, clampe
 class StackedUpdates:
     """Measures the updates of all models of a stack, and sets the learning rates of models that follow a trace.
 
-    Call ``before`` before each step, with the first part of its batch, and ``after`` after it, with the share of the peak
-    learning rate that each model uses. Both take the number of the step, from 0 on. All numbers stay on the device until
-    ``traces`` is called.
+    Before each step call ``before``, with the batch on which updates are measured. After the step call ``after``, with the
+    share of the peak learning rate that each model uses. Both take the number of the step, from 0 on. All numbers stay on the
+    device until ``traces`` is called.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Traces, which hold the effects of updates on each hidden layer over a run, and the law by which learning rates follow one."""
+"""Traces hold the effects of updates on each hidden layer over a run. Learning rates follow a trace by a law, which is here."""
 
 from __future__ import annotations
 
@@ -30,9 +30,13 @@ LAW = Law()  # the default
 class Trace:
     """Effects of updates, by hidden weight and measured step.
 
+    num_steps  length of the run
     at         the steps that were measured, counted from 0
-    effects    RMS of the change of a layer's output by one update, over the base learning rate; not finite if the run diverged
+    effects    for each hidden weight and measured step: RMS of the change of the layer's output by the update, divided by the
+               base learning rate; not finite if the run diverged
+    shapes     the shape of each hidden weight
     optimizer  the optimizer of the hidden weights
+    note       a sentence for readers of the file
     """
 
     num_steps: int = 0
@@ -146,12 +150,13 @@ def averages_after(
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
     """The law by which learning rates follow a trace, for the layers of one model, or for one layer of many models.
 
-    The wanted effect of an update, from the trace, and its gain, the measured effect per unit of learning rate, are both
-    averaged over time. The factor on the base learning rate is the ratio of the averages, ``clamped`` between 1 / CLAMP and
-    CLAMP. A step with an unusable measurement (nothing moved, not finite, or no number in the trace) changes nothing.
+    The trace says which effect an update should have: the wanted effect. The gain is the effect that was measured, per unit of
+    learning rate. Both are averaged over time. The factor on the base learning rate is the ratio of the averages, ``clamped``
+    between 1 / CLAMP and CLAMP. A step with an unusable measurement (nothing moved, not finite, or no number in the trace)
+    changes nothing.
 
-    Returns the averages of (wanted, gain) after the step, which are NaN before the first usable step, and their ratio, which is
-    NaN if this step is unusable.
+    Returns the new averages of (wanted, gain), and their ratio. The averages are NaN until a step is usable. The ratio is NaN
+    if this step is unusable.
     """
     usable = wanted.isfinite() & gain.isfinite() & (gain > 0)
 

@@ -133,7 +133,7 @@ def test_figure_8_leaves_out_density_1():
     ahead = parabolas(fig06.runs(CPU), lambda run: -7, lambda run: 4.0 if run.rule == "smupar" else 4.04)
     assert fig08.claim(ahead).holds
     assert (
-        "SP ends above SmuPar by more than 0.4% on average over sparse models, by +1.0%: +1.0% at 0.75, +1.0% at 0.9375"
+        "SP ends above SmuPar by more than 0.4% on average over sparse models, by +1.0%: +1.0% at 1/4, +1.0% at 1/16"
         in fig08.claim(ahead).text
     )
 
@@ -343,9 +343,9 @@ SP 0    70.0 ± 1.0  70.0 ± 1.0  70.0 ± 1.0
 @pytest.mark.parametrize(
     ("smupar", "sp", "holds", "said"),
     [
-        ("60.0 ± 1.0", "50.0 ± 1.0", True, "SmuPar 2, muP 0, SP 0; in 2 of them"),
-        ("50.0 ± 1.0", "60.0 ± 1.0", False, "SmuPar 0, muP 0, SP 2; in 2 of them"),
-        ("50.5 ± 1.0", "50.0 ± 1.0", None, "SmuPar 2, muP 2, SP 2; in 0 of them"),  # all at chance
+        ("60.0 ± 1.0", "50.0 ± 1.0", True, "SmuPar 2, muP 0, SP 0; in 2 pairs"),
+        ("50.0 ± 1.0", "60.0 ± 1.0", False, "SmuPar 0, muP 0, SP 2; in 2 pairs"),
+        ("50.5 ± 1.0", "50.0 ± 1.0", None, "SmuPar 2, muP 2, SP 2; in 0 pairs"),  # all at chance
     ],
 )
 def test_table_2_cannot_tell_where_all_rules_are_alike(smupar, sp, holds, said):
@@ -478,7 +478,7 @@ def test_decay_holds_only_if_the_dense_optimum_serves_every_density():
     ("statement", "numbers"),
     [
         ("SP ends above SmuPar at every density", "+6.1% at 1/8, +10.6% at 1/32"),
-        ("others lose more, by more than 1.2%", "SP +3.8% at 0.75"),
+        ("others lose more, by more than 1.2%", "SP +3.8% at 1/4"),
         ("moves and costs by number", "64: 1.6x, +0.0%"),
         ("2:4: the best learning rate moves 1.1x", ""),
         ("GMP: SmuPar's best learning rate falls by 3.8x in all: more than 2x asked", ""),

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from smupar.bench.sparse.rows import (
     HiddenLayers,
     Machine,
-    Part,
+    Measured,
     Row,
     hidden_layers,
     layer_floor,
@@ -56,7 +56,7 @@ def bench(
     depth: int,
     repeats: int,
     machine: Machine,
-) -> Iterator[Part]:
+) -> Iterator[Measured]:
     """Measures case by case. A case that cannot be measured here is noted and skipped."""
     layers = [
         *(("2:4", "2:4-transposable", each, 1 / 2) for each in widths),
@@ -77,7 +77,7 @@ def bench(
     for (backend, _, at_width, density), measure in tqdm(cases, desc="bench", leave=False, disable=None):
         sides = Contestants(at_width, density, tokens)
         rows = sides.attempt(backend, partial(measure, backend, sides, repeats, machine))
-        yield Part(rows or [], sides.missed)
+        yield Measured(rows or [], sides.missed)
         del sides, rows
         gc.collect()  # graphs hold memory of their own
         torch.cuda.empty_cache()

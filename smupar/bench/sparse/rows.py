@@ -1,4 +1,4 @@
-"""The rows of the table, the stacks of hidden layers that are timed, the machine's speeds, and the floor."""
+"""The rows of the table, the hidden layers that are timed, the machine's speeds, and floors: times that it cannot beat."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from smupar.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Row:
-    what: str  # "layers" (hidden ones, a training step), "gpt", "layer" (forward and backward) or "product" (forward)
+    what: str  # what is timed: a step of hidden "layers" or of a "gpt", both passes of a "layer", or a forward "product"
     width: int
     tokens: int
     density: float
-    side: str
+    side: str  # how weights are stored and multiplied, such as "dense bf16" or "csr"
     seconds: float  # median time of a step
     speed: float  # relative to dense in the same rounds: fp32 on a CPU, bf16 on a GPU
     state_bytes: int  # weights, indices and AdamW's state of the hidden layers; 0 if there is none
     state_share: float  # state_bytes relative to dense
     floor_seconds: float
-    peak_bytes: int = 0  # on a GPU: peak of the memory that a step allocates in addition
+    peak_bytes: int = 0  # on a GPU: the most memory that is allocated during the call, beyond what is allocated before it
 
 
 @dataclass(frozen=True)
-class Part:
-    """The result of a case: its rows, and notes on what was not measured."""
+class Measured:
+    """The result of one case or of all: rows, and notes on what was not measured."""
 
     rows: list[Row]
     missed: list[str]
@@ -46,7 +46,8 @@ class Machine:
 
 
 def measure_machine(device: torch.device) -> Machine:
-    """The speeds of a copy and of a dense product: on a CPU in fp32 by the host's clock, on a GPU in bf16 by the GPU's."""
+    """The speeds of a copy and of a dense product: on a CPU by the host's clock, on a GPU by the GPU's. The
+    product is in fp32 on a CPU and in bf16 on a GPU."""
     on_gpu = device.type == "cuda"
     num, size, dtype = (2**28, 8192, torch.bfloat16) if on_gpu else (2**26, 2048, torch.float32)
     big, square = torch.ones(num, device=device), torch.randn(size, size, device=device, dtype=dtype)
@@ -98,7 +99,8 @@ def state_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
 def step_floor(width: int, tokens: int, depth: int, density: float, machine: Machine, *, activation_bytes: int = 4) -> float:
     """The floor of a training step of hidden layers, in seconds."""
     # A layer reads its input twice and the gradient of its output, and writes its output and the gradient of its input. The
-    # activation function after it does the same. Weight, gradient and both averages are read, and all but one are written.
+    # activation function after it does the same. AdamW reads weight, gradient and both averages, and writes all of these except
+    # the gradient. Sparse weights have 8 bytes of indices.
     return depth * _floor(width, tokens, density, machine, 10 * activation_bytes, 7 * 4 + (8 if density < 1 else 0), 6)
 
 
@@ -117,8 +119,12 @@ def product_floor(width: int, tokens: int, density: float, machine: Machine) -> 
 def _floor(
     width: int, tokens: int, density: float, machine: Machine, activation_bytes: int, weight_bytes: int, num_flops: int
 ) -> float:
-    """The time for ``activation_bytes`` for each feature of a token, ``weight_bytes`` for each non-zero, and ``num_flops`` for
-    each token and non-zero."""
+    """The longer of two times: to move all bytes, and to do all FLOPs.
+
+    activation_bytes   for each feature of a token
+    weight_bytes       for each non-zero
+    num_flops          for each token and non-zero
+    """
     num = density * width * width
     num_bytes = activation_bytes * tokens * width + weight_bytes * num
     return max(num_bytes / machine.copy_bytes, num_flops * num * tokens / machine.product_flops)

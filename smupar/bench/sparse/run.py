@@ -15,7 +15,7 @@ import torch
 from tqdm import tqdm
 
 from smupar.bench.sparse import cpu, gpu
-from smupar.bench.sparse.rows import Machine, Part, Row, measure_machine
+from smupar.bench.sparse.rows import Machine, Measured, Row, measure_machine
 from smupar.execute.sparse.library import NoKernel, library
 from smupar.lm.config.run import ModelConfig
 from smupar.output.files import write_atomic
@@ -57,7 +57,7 @@ def bench_sparse(
     else:
         sizes = widths or (512, 1024, 2048, 4096), densities or (1 / 2, 1 / 8, 1 / 32, 1 / 128), tokens or 2048
         parts = _on_cpu(*sizes, width=width, depth=depth, repeats=repeats, machine=machine, gpt=gpt)
-    total = Part([], [])
+    total = Measured([], [])
     for part in parts:
         total.rows.extend(part.rows)
         total.missed.extend(part.missed)
@@ -82,13 +82,13 @@ def _on_cpu(
     repeats: int,
     machine: Machine,
     gpt: ModelConfig | None,
-) -> Iterator[Part]:
+) -> Iterator[Measured]:
     cases = [(width, density) for density in densities]
     cases += [(other, 1 / 32) for other in widths if (other, 1 / 32) not in cases]
     for at_width, density in tqdm(cases, desc="bench", leave=False, disable=None):
-        yield Part(cpu.bench_layers(at_width, density, tokens, depth, repeats, machine), [])
+        yield Measured(cpu.bench_layers(at_width, density, tokens, depth, repeats, machine), [])
     if gpt is not None:
-        yield Part(cpu.bench_gpt(gpt, tokens, 1 / 32, repeats), [])
+        yield Measured(cpu.bench_gpt(gpt, tokens, 1 / 32, repeats), [])
 
 
 # Table and picture
@@ -106,15 +106,15 @@ def facts(repeats: int, device: str) -> dict[str, Any]:
     return {**about, "threads": torch.get_num_threads(), "kernel": kernel}
 
 
-def table(part: Part, machine: Machine, repeats: int, device: str) -> str:
-    rows, about, on_gpu = part.rows, facts(repeats, device), device == "cuda"
+def table(measured: Measured, machine: Machine, repeats: int, device: str) -> str:
+    rows, about, on_gpu = measured.rows, facts(repeats, device), device == "cuda"
     floor = f"Floor: {machine.copy_bytes / 1e9:.1f} GB/s, {machine.product_flops / 1e9:.0f} GFLOP/s. "
     if on_gpu:
         head = (
             f"{about['name']}, torch {about['torch']}; layer: forward and backward in bf16, product: forward, layers: a "
             "training step (weights and fused AdamW fp32, autocast bf16); captured: as a CUDA graph, against dense captured; "
             f"median of {repeats} rounds in turns, against dense bf16. {floor}"
-            "State: weights and indices, and for layers also AdamW's averages. Peak: what a step allocates in addition"
+            "State: weights and indices, and for layers also AdamW's averages. Peak: what a call allocates on top of that"
         )
     else:
         head = (
@@ -124,7 +124,7 @@ def table(part: Part, machine: Machine, repeats: int, device: str) -> str:
     long = max([14, *(len(row.side) for row in rows)])
     peak = "  peak MB" if on_gpu else ""
     lines = [head, f"what     width  density  {'side':<{long}}  ms a step   speed  floor ms{peak}  state MB  of dense"]
-    lines += [*(_line(row, long, on_gpu) for row in rows), *part.missed]
+    lines += [*(_line(row, long, on_gpu) for row in rows), *measured.missed]
     absent = [name for name in cpu.PEERS if name not in {row.side for row in rows}]
     if absent and not on_gpu:
         lines.append(f"not installed here, so not compared: {', '.join(absent)}")

@@ -1,4 +1,4 @@
-"""Reads and writes two kinds of model folders: ours, with masks and plan; and plain ones that ``from_pretrained`` reads."""
+"""Saves and loads folders with a model, its masks and its plan. Exports plain folders, which ``from_pretrained`` reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from smupar.integrations.huggingface.folding import folded, has_two_factors, outputs, same
-from smupar.integrations.huggingface.inputs import runs
+from smupar.integrations.huggingface.inputs import forward_passes
 from smupar.model.attention import set_scales
 from smupar.model.csr import MASK, expand_state, is_compressed
 from smupar.model.parameterize import add_masks, attach, let_masks_move
@@ -68,7 +68,7 @@ def _write_sums(folder: Path) -> None:
 
 
 def _record_scales(model: PreTrainedModel, plan: Plan) -> None:
-    """Adds attention scales that the user set to the plan, so that ``load`` can restore them."""
+    """Adds to the plan the attention scales that the user set, so that ``load`` can restore them."""
     known = {change.path for change in plan.attention}
     for each in find_attentions(model):
         if each.field and not {each.holder, each.path} & known and not any(path.startswith(f"{each.path}.") for path in known):
@@ -77,7 +77,7 @@ def _record_scales(model: PreTrainedModel, plan: Plan) -> None:
 
 
 def keep_plan(model: PreTrainedModel, plan: Plan) -> None:
-    """Makes ``save_pretrained`` write the plan too, whether you call it, the Trainer, or a push to the hub."""
+    """Makes ``save_pretrained`` write the plan too: when you call it, when the Trainer does, and in a push to the hub."""
     setattr(model, "save_pretrained", _Saving(model, plan))  # noqa: B010  # an attribute of the instance replaces the method
 
 
@@ -114,7 +114,7 @@ def load(folder: str | PathLike[str], *, model_class: type[PreTrainedModel] | No
         model.generation_config = GenerationConfig.from_pretrained(path)
     _put_masks(model, plan, masks)
     if not plan.attention and plan.rule != SP.name:  # plans of earlier versions did not record how the scale was set
-        set_scales(model, plan, runs(model))
+        set_scales(model, plan, forward_passes(model))
     keep_plan(model, plan)
     return model, plan
 
@@ -155,7 +155,7 @@ def export(folder: str | PathLike[str], out: str | PathLike[str], *, dtype: str 
 
 
 def _check_export(model: PreTrainedModel, folder: Path, dtype: str) -> None:
-    """Compares the model that a plain ``from_pretrained`` loads from a folder with the exported one."""
+    """Loads the exported folder with a plain ``from_pretrained``, and raises if its outputs differ from those of ``model``."""
     wanted = list(outputs(model))
     plain = type(model).from_pretrained(folder).float()
     if not wanted:

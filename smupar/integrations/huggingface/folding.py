@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from smupar.integrations.huggingface.inputs import runs
+from smupar.integrations.huggingface.inputs import forward_passes
 from smupar.model.queries import find_queries, quiet
 from smupar.plan.facts.layers import kind_of
 from smupar.plan.plan import Plan
@@ -134,7 +134,7 @@ def _fold_attention(plain: PreTrainedModel, plan: Plan) -> None:
 def _fold_into_queries(plain: PreTrainedModel, attention: FoundAttention, ratio: float) -> None:
     if ratio == 1:
         return
-    queries = find_queries(plain, attention, runs(plain))
+    queries = find_queries(plain, attention, forward_passes(plain))
     if queries is None:
         raise ValueError(
             f"the attention scale of {attention.path!r} cannot be folded into the weights: no layer of this "
@@ -210,7 +210,7 @@ def _ends(model: PreTrainedModel, path: str) -> Iterator[Tensor]:
 def outputs(model: PreTrainedModel) -> Iterator[Tensor]:
     """The outputs of the model, and of every model inside it, on small inputs. Inner models that cannot be called alone are
     left out."""
-    for run in runs(model):
+    for run in forward_passes(model):
         try:
             with quiet(model), torch.no_grad():
                 made: Any = run()

@@ -18,7 +18,7 @@ NUM_SAMPLES = 3200  # samples of raw sound
 IMAGE_SIZE = 64  # where the config does not fix it, as in convolutional models
 
 
-def runs(model: PreTrainedModel) -> list[Callable[[], Any]]:
+def forward_passes(model: PreTrainedModel) -> list[Callable[[], Any]]:
     """Forward passes of the model and of every model inside it, such as the vision tower of a multimodal model."""
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     return [partial(_run, part) for part in parts]

@@ -14,10 +14,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from smupar.integrations.huggingface.families import FAMILIES, base_config
 from smupar.integrations.huggingface.folders import keep_plan
-from smupar.integrations.huggingface.inputs import fitting, runs
+from smupar.integrations.huggingface.inputs import fitting, forward_passes
 from smupar.model import parameterize as apply
 from smupar.model.attention import call, set_scales
-from smupar.plan.forward.run import Example, moved
+from smupar.plan.forward.run import Example, copied_to
 from smupar.plan.make import Settings
 from smupar.plan.notes import Note
 from smupar.plan.plan import Plan, PlanWarning
@@ -83,8 +83,8 @@ def set_attention_scale(model: PreTrainedModel, plan: Plan, example: Example | N
     example   a batch for the model, in addition to smupar's own small inputs
     """
     device = next(model.parameters()).device
-    own = [] if example is None else [lambda: call(model, moved(example, str(device)))]
-    set_scales(model, plan, [*own, *runs(model)])
+    own = [] if example is None else [lambda: call(model, copied_to(example, str(device)))]
+    set_scales(model, plan, [*own, *forward_passes(model)])
 
 
 class _RealNumbers(TorchFunctionMode):

@@ -26,7 +26,7 @@ from smupar.plan.settings import refuse
 
 # Share of the text that is kept for validation, unless there is a separate text for that.
 _VALID_SHARE = 0.05
-_NOT_TEXT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+_SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 @dataclass(frozen=True)
@@ -85,13 +85,13 @@ def open_text(config: RunConfig, *, check: bool = True) -> Corpus:
 
 
 def standard_library() -> Tokens:
-    """All ``.py`` files of the standard library, in order of their paths, as bytes (about 12 MB)."""
+    """The ``.py`` files of the standard library without its tests, in order of their paths, as bytes (about 12 MB)."""
     return Tokens([np.frombuffer(_python_source(), dtype=np.uint8)])
 
 
 def _python_source() -> bytes:
     root = Path(sysconfig.get_path("stdlib"))
-    files = sorted(path for path in root.rglob("*.py") if not _NOT_TEXT.intersection(path.relative_to(root).parts))
+    files = sorted(path for path in root.rglob("*.py") if not _SKIPPED_FOLDERS.intersection(path.relative_to(root).parts))
     text = b"".join(path.read_bytes() for path in files)
     if not text:
         raise FileNotFoundError(f"no Python source found under {root}: this Python ships without its library's source")
@@ -159,7 +159,8 @@ def _epoch(seed: int, epoch: int, room: int) -> tuple[int, np.ndarray]:
 
 
 def num_sequences(tokens: Tokens, seq_len: int, what: str = "given") -> int:
-    """The number of sequences in an epoch: one fewer than would fit, so that epochs can cut the text at different places."""
+    """The number of sequences in an epoch. It is one fewer than would fit, but at least one, so that epochs can cut the text at
+    different places."""
     refuse(
         len(tokens) <= seq_len,
         f"the {what} text has {len(tokens)} tokens, fewer than one sequence of {seq_len} and its target: "
@@ -172,8 +173,8 @@ _ROUNDS = 4
 
 
 def shuffled(positions: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
-    """Applies a permutation of 0 .. count - 1, which ``keys`` choose, to the positions. A Feistel network over an even number
-    of bits computes each position without a stored table. If a result is out of range, the network is applied again."""
+    """Permutes positions from 0 to count - 1. ``keys`` choose the permutation. A Feistel network over an even number of bits
+    computes each position without a stored table. If a result is out of range, the network is applied again."""
     half = max(1, (int(count - 1).bit_length() + 1) // 2)
     low = np.uint64((1 << half) - 1)
     bits = np.uint64(half)

@@ -6,7 +6,7 @@ trace.json       effects of updates on hidden layers, if measured; followed.json
 tokenizer.json   if the data has one
 metrics.jsonl    one line for every few steps
 checkpoints/     step-00000100, ...
-observed.json    sizes of hidden layers over the run, if observed
+observed.json    outputs, gradients, updates and weights of hidden layers over the run, if observed
 sums.json        checksums of metrics.jsonl, tokenizer.json, trace.json and observed.json, once the run has ended
 summary.json     once the run has ended, finished or diverged
 

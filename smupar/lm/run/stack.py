@@ -24,7 +24,7 @@ from smupar.lm.run.dynamics import make_stacked_held_sizes, make_stacked_sparsif
 from smupar.lm.run.folder import Summary, write_facts
 from smupar.lm.run.schedule import lr_share
 from smupar.lm.run.step import next_token_loss
-from smupar.model.factors import add_missing_branches
+from smupar.model.factors import add_missing_branch_factors
 from smupar.output.files import write_atomic
 from smupar.plan.plan import Plan, PlanWarning
 from smupar.updates.law import parse_law
@@ -145,7 +145,7 @@ class GPTStack:
             built = list(pool.map(build, configs))
         if configs[0].base_depth is not None:  # so that the stack can be refilled with runs of another depth rule
             for model, _ in built:
-                add_missing_branches(model, ends_of_branches(model))
+                add_missing_branch_factors(model, ends_of_branches(model))
         self.configs = list(configs)
         self.seeds = sorted({config.seed for config in configs})
         return [model.to(self.device) for model, _ in built], [plan for _, plan in built]

@@ -33,7 +33,7 @@ class Flow:
     shares: frozenset[int] = frozenset()  # events: the dot products of which it is the softmax
     # "norm" (a length), "rms", "unit" (divided by its length), "square", "product" or "weighted" (times a parameter)
     mark: str = ""
-    is_normed: bool = False  # whether the output of ``writers`` has been divided by its own size
+    is_normed: bool = False  # whether the output of ``writers`` has been divided by its norm
     past: int = 0  # a bit for every result from which the tensor was computed, and a bit for the tensor itself
     stream: int = 0  # if it is a residual sum x + branch: the bits of x and of the tensor itself
     ends: frozenset[str] = frozenset()  # the modules whose outputs, times factors, add up to the tensor

@@ -34,7 +34,7 @@ def run_copy(model: nn.Module, example: Example, run: Callable[[nn.Module, tuple
     for device in devices:
         try:
             args, kwargs = _arguments(example, device)
-            with _quiet(device):
+            with _plain_pass(device):
                 return run(_copy(model, device), args, kwargs)
         except Exception as error:  # whatever is raised, a plan can be made without this pass
             failures.append(f"{type(error).__name__}: {error}".partition("\n")[0])
@@ -43,25 +43,25 @@ def run_copy(model: nn.Module, example: Example, run: Callable[[nn.Module, tuple
 
 
 def _arguments(example: Example, device: str) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    copied = moved(example, device)
+    copied = copied_to(example, device)
     if isinstance(copied, dict):
         return (), copied
     return (tuple(copied) if isinstance(copied, (tuple, list)) else (copied,)), {}
 
 
-def moved(value: Any, device: str) -> Any:
-    """Tensors in nested tuples, lists and mappings, copied to a device."""
+def copied_to(value: Any, device: str) -> Any:
+    """A copy of nested tuples, lists and mappings, with their tensors copied to a device."""
     if isinstance(value, Tensor):
-        return _with_values(value, device)
+        return _copied_tensor(value, device)
     if isinstance(value, Mapping):
-        return {key: moved(item, device) for key, item in value.items()}
+        return {key: copied_to(item, device) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        items = [moved(item, device) for item in value]
+        items = [copied_to(item, device) for item in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
 
 
-def _with_values(tensor: Tensor, device: str) -> Tensor:
+def _copied_tensor(tensor: Tensor, device: str) -> Tensor:
     if tensor.is_meta:  # gets small random values, or zeros for indices and masks
         empty = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
         return empty.normal_(std=0.1) if tensor.is_floating_point() and device != "meta" else empty
@@ -69,20 +69,20 @@ def _with_values(tensor: Tensor, device: str) -> Tensor:
 
 
 def _copy(model: nn.Module, device: str) -> nn.Module:
-    """A copy of the model in evaluation mode. Its tensors are copied here, to the device, and deepcopy copies only the
-    modules."""
+    """A copy of the model on the device, in evaluation mode. Tensors are copied first, so that deepcopy has only the modules
+    to copy."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for value in [*module._parameters.values(), *module._buffers.values(), *vars(module).values()]:
             if isinstance(value, Tensor) and id(value) not in memo:
-                copied = moved(value, device)
+                copied = copied_to(value, device)
                 is_parameter = isinstance(value, nn.Parameter)
                 memo[id(value)] = nn.Parameter(copied, requires_grad=False) if is_parameter else copied
     return copy.deepcopy(model, memo).eval()
 
 
 @contextmanager
-def _quiet(device: str) -> Iterator[None]:
+def _plain_pass(device: str) -> Iterator[None]:
     """Switches off gradients and fused kernels, and restores the random state. Fused kernels hide what torch's layers and
     attention do, and differ between the CPU and the meta device."""
     fused = torch.backends.mha.get_fastpath_enabled()

@@ -30,9 +30,9 @@ class Use:
     by_element: bool = False  # also if the output of a scaling weight chooses rows of it, as a router does with experts' biases
     unclear: str = ""  # name of an operation that is not understood
     makes_output: bool = False  # its output reaches the model's output with no other scaling weight in between
-    makes_normed_output: bool = False  # the same, with a division by its own size on the way
+    makes_normed_output: bool = False  # the same, but the output is divided by its norm on the way
     is_inside: bool = False  # its output reaches another scaling weight
-    routes: bool = False  # its softmax, sigmoid or largest entries weight or choose what other weights wrote
+    routes: bool = False  # a softmax, sigmoid or top-k of its output multiplies or chooses what other weights wrote
     reads_constant: bool = False  # in some product, the other factor does not depend on the example
 
     @property
@@ -82,7 +82,7 @@ class Output:
     """A tensor that the model returns."""
 
     sizes: Dims
-    is_normed: bool  # divided by its own size
+    is_normed: bool  # divided by its norm
 
 
 @dataclass

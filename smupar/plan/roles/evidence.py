@@ -305,7 +305,7 @@ def _is_mixed(pair: _Pair, ratio: Fraction) -> bool:
 
 NORMED_OUTPUT = Note(
     "normed output",
-    "the model divides its outputs by their own size, so they need no factor",
+    "the model divides its outputs by their norm, so they need no factor",
     is_caution=False,
 )
 PART_READ = Note(

@@ -211,7 +211,7 @@ def _as_decided(tensor: ParameterView, case: Case, neighbours: Neighbours) -> Pa
 
 def _param_role(tensor: ParameterView, role: str, note: Note | None = None) -> ParamRole:
     if role == "embedding" and tensor.layer.is_lookup:  # a lookup reads one row; if tied, the logits sum over the row's entries
-        base_fan_in = tensor.base_fan_in(tensor.out_dims if tensor.makes_logits else ())
+        base_fan_in = tensor.base_fan_in(tensor.out_dims if tensor.is_tied_to_readout else ())
     else:
         base_fan_in = tensor.base_fan_in(tensor.in_dims)
     written = {"hidden": tensor.out_dims, "embedding": tensor.out_dims, "vector": tensor.scaling}

@@ -34,7 +34,7 @@ class Neighbours:
         self.answers = [_as_answered(tensor, asked[tensor.name]) for tensor in self.tensors if tensor.name in asked]
         self.has_example = any(tensor.seen is not None for tensor in self.tensors)
         # whether the model says which layer makes its logits
-        self.has_logits = any(tensor.is_output or tensor.makes_logits for tensor in self.matrices)
+        self.has_logits = any(tensor.is_output or tensor.is_tied_to_readout for tensor in self.matrices)
         self.inputs = _input_layers(self.matrices)
         self.linear = [tensor for tensor in self.matrices if not tensor.layer.is_lookup]
         self.has_table = any(tensor.is_input and tensor.writes_scaling for tensor in self.matrices)
@@ -43,7 +43,7 @@ class Neighbours:
 
     def is_side_table(self, tensor: ParameterView) -> bool:
         """Whether the parameter is a lookup table whose output no layer reads, although layers read another table's output."""
-        if not tensor.is_input or not tensor.layer.is_lookup or tensor.makes_logits:
+        if not tensor.is_input or not tensor.layer.is_lookup or tensor.is_tied_to_readout:
             return False
         tables = [table for table in self.matrices if table.layer.is_lookup]
         if not any(table.written_size in self.read_sizes for table in tables):
@@ -112,7 +112,9 @@ class Neighbours:
         size = tensor.written_size
         heads = [other for other in self.matrices if other.is_output and other.read_size == size and not other.reads_scaling]
         heads += [
-            other for other in self.matrices if other.makes_logits and other.written_size == size and not other.writes_scaling
+            other
+            for other in self.matrices
+            if other.is_tied_to_readout and other.written_size == size and not other.writes_scaling
         ]
         writers = [other for other in self.linear if other.written_size == size and not other.is_output]
         return bool(heads) and all(other.reads_scaling for other in writers)
@@ -168,7 +170,7 @@ def _may_be_readout(tensor: ParameterView, setting: RoleSetting | None) -> bool:
     if setting is not None:
         return setting == "unembedding"
     shaped = not tensor.layer.is_lookup and tensor.reads_scaling and not tensor.writes_scaling
-    return shaped or tensor.is_output or tensor.makes_logits
+    return shaped or tensor.is_output or tensor.is_tied_to_readout
 
 
 def _input_layers(matrices: list[ParameterView]) -> set[str]:
@@ -232,7 +234,7 @@ def with_inferred_scaling(
     matrices = [tensor for tensor in tensors if tensor.layout == "matrix"]
     linear = [tensor for tensor in matrices if not tensor.layer.is_lookup]
     has_lookup = len(linear) < len(matrices)
-    has_output = any(tensor.is_output or tensor.makes_logits for tensor in matrices)
+    has_output = any(tensor.is_output or tensor.is_tied_to_readout for tensor in matrices)
     first = linear[0] if linear and not has_lookup else None  # the first layer reads the data, unless a lookup table does
     last = linear[-1] if linear and not has_output else None
     read = {tensor.read_size for tensor in linear if tensor is not first}
@@ -271,7 +273,7 @@ def _vector_scaling(tensor: ParameterView, weight: ParameterView | None) -> Para
     if not tensor.shape:
         return tensor
     if weight is not None and len(tensor.shape) == 1:
-        is_bias_of_logits = weight.makes_logits and tensor.module is not weight.module
+        is_bias_of_logits = weight.is_tied_to_readout and tensor.module is not weight.module
         return replace(tensor, scaling=(0,) if weight.writes_scaling and not is_bias_of_logits else ())
     channels_first = len(tensor.shape) == 1 or tensor.layer.reads == IMAGES
     return replace(tensor, scaling=(0,) if channels_first else (len(tensor.shape) - 1,))

@@ -38,9 +38,9 @@ class Seen:
     reads_input: bool = False  # whether a product reads the example with no other scaling weight in between
     reads_inside: bool = False  # whether a product reads the output of another scaling weight
     makes_output: bool = False  # whether its output reaches the model's output with no other scaling weight in between
-    makes_normed_output: bool = False  # the same, with a division by its own size on the way
+    makes_normed_output: bool = False  # the same, but the output is divided by its norm on the way
     is_inside: bool = False  # whether its output reaches another scaling weight
-    routes: bool = False  # whether its softmax, sigmoid or largest entries weight or choose other layers' outputs
+    routes: bool = False  # whether a softmax, sigmoid or top-k of its output multiplies or chooses outputs of other layers
     why: str = ""  # why it is unclear
 
 
@@ -84,7 +84,7 @@ class ParameterView:
         return self.layer.outside is not None and not self.name.rpartition(".")[2].startswith(self.layer.outside)
 
     @property
-    def makes_logits(self) -> bool:
+    def is_tied_to_readout(self) -> bool:
         """Whether this is an embedding table that is tied to a readout."""
         return self.layer.is_lookup and any(not kind_of(module).is_lookup for _, module in self.tied)
 
@@ -125,8 +125,8 @@ def parent_path(name: str) -> str:
 
 
 def view_parameters(model: nn.Module, base: nn.Module, delta: nn.Module | None) -> list[ParameterView]:
-    """Views of all parameters of ``model``, in the model's order. Raises if the models are not one network at several
-    widths."""
+    """Views of all parameters of ``model``, in the model's order. Raises if the models are not one network at several widths or
+    depths."""
     _refuse_without_parameters(model)
     names = _names(model)
     shapes = _shapes(model, "the model")
@@ -169,7 +169,7 @@ def view_parameters(model: nn.Module, base: nn.Module, delta: nn.Module | None) 
 
 
 def _refuse_without_parameters(model: nn.Module) -> None:
-    """Refuses models whose weights are not parameters."""
+    """Refuses scripted models, which hide their modules, and quantized ones, whose weights are not parameters."""
     refuse(
         isinstance(model, torch.jit.ScriptModule),
         f"the model is a {type(model).__name__}, which hides its modules: parameterize the model before it is scripted",
@@ -223,7 +223,8 @@ def _names(model: nn.Module) -> dict[str, str]:
 def _shapes_like(
     model: nn.Module, shapes: dict[str, Shape], names: dict[str, str], other: nn.Module, other_name: str
 ) -> dict[str, Shape]:
-    """The parameter shapes of ``other``. Raises if it is not the same network at another width."""
+    """The parameter shapes of ``other``. Raises if it is not the same network at another width or
+    depth."""
     refuse(
         not (isinstance(model, type(other)) or isinstance(other, type(model))),
         f"{other_name} is a {type(other).__name__}, the model a {type(model).__name__}: both must be of one class",

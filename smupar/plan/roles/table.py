@@ -145,8 +145,8 @@ ROLE_TABLE = (
         "it is inside the network",
     ),
     Case(
-        "has a scaling input and a fixed output, whose softmax, sigmoid or largest entries weight or choose other layers' "
-        "outputs in the example",
+        "has a scaling input and a fixed output, and a softmax, sigmoid or top-k of its output multiplies or chooses "
+        "other layers' outputs in the example",
         lambda t, n: t.reads_scaling and _seen(t).routes,
         "router",
         "it writes a fixed number of logits inside the network",
@@ -163,11 +163,11 @@ ROLE_TABLE = (
         "has a scaling input and a fixed output, from which the example makes the model's output both with and without a norm",
         lambda t, n: t.reads_scaling and _seen(t).makes_output and _seen(t).makes_normed_output,
         ASK,
-        "makes the model's output both as it is (unembedding) and divided by its own size (hidden)",
+        "makes the model's output both as it is (unembedding) and divided by its norm (hidden)",
         "unembedding",
     ),
     Case(
-        "has a scaling input and a fixed output, which the example divides by its own size to make the model's output",
+        "has a scaling input and a fixed output, whose output the example divides by its norm to make the model's output",
         lambda t, n: t.reads_scaling and _seen(t).makes_normed_output,
         "hidden",
         "a norm after it removes its size, and with it the factor of an unembedding",
@@ -216,7 +216,7 @@ ROLE_TABLE = (
         "has a scaling input and a fixed output, and is the last layer, and another layer of unknown role writes this size too",
         lambda t, n: t.reads_scaling and n.is_last(t) and n.has_twin(t),
         ASK,
-        "makes outputs of the same size as another layer: each may be a readout (unembedding), or be divided by its own size "
+        "makes outputs of the same size as another layer: each may be a readout (unembedding), or be divided by its norm "
         "(hidden)",
     ),
     Case(
