@@ -191,10 +191,6 @@ def spread_in_words(spread: float | None) -> str:
     return "the spread of seeds" if spread else "the usual spread of seeds (one seed here)"
 
 
-def density_in_words(sparsity: float) -> str:
-    return f"1/{1 / (1 - sparsity):.4g}" if sparsity else "1"
-
-
 def title(rule: str) -> str:
     return get_rule(rule).title
 
