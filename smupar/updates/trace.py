@@ -36,7 +36,7 @@ class Trace:
                base learning rate; not finite if the run diverged
     shapes     the shape of each hidden weight
     optimizer  the optimizer of the hidden weights
-    note       a sentence for readers of the file
+    note       the measured quantity, if it is not the effect: such as "rms"
     """
 
     num_steps: int = 0
