@@ -67,6 +67,7 @@ class Reported:
 def write_report(study: Study, definition: StudyDefinition | None = None) -> Reported:
     """Writes report.html, picture.png, table.csv and table.json into the study's folder. Pass the ``definition`` if the whole
     study has run. Otherwise it is read from study.json, and the report says whether runs are missing."""
+    _refuse_other_folders(study.folder)
     refuse(not study.results(), f"{study.folder} has no finished run yet: start its command again")
     study.write_table()
     unfinished = ""
@@ -81,6 +82,17 @@ def write_report(study: Study, definition: StudyDefinition | None = None) -> Rep
     files = ("report.html", *(["picture.png"] if has_picture else []), "table.csv")
     doubts = (left_out(study), mixed_decay(findings.results))
     return Reported(definition.title, study.folder, findings, unfinished, doubts, files)
+
+
+def _refuse_other_folders(folder: Path) -> None:
+    """Says why a folder that holds no study has no report, and which folder or command to use instead."""
+    if (folder / "study.json").exists():
+        return
+    refuse(not folder.exists(), f"there is no folder {folder}: name the folder of a study")
+    refuse((folder / "config.json").exists(), f"{folder} is a single run, which has no report: smupar watch {folder} shows it")
+    within = sorted(str(file.parent) for pattern in ("*/study.json", "*/*/study.json") for file in folder.glob(pattern))
+    refuse(bool(within), f"{folder} is not a study, but holds some: name one of {', '.join(within[:5])}")
+    refuse(True, f"{folder} is not the folder of a study: it has no study.json")
 
 
 def _read(study: Study, definition: StudyDefinition, *, is_finished: bool) -> Findings:

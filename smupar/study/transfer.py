@@ -216,7 +216,7 @@ def _read_so_far(config: TransferConfig, study: Study) -> Findings:
     doubt = _unsettled(open_setups, len(drawn) * len(drawn[0].lines)) if open_setups else ""
     first = (
         headline(verdicts, _NAMES[config.axis], so_far=True, unsettled=[setup.rule for setup in open_setups])
-        or "No optimum is known yet."
+        or "No optimum of a target is known yet."
     )
     answers, doubts = [_answer(config, verdict) for verdict in verdicts], (doubt,) if doubt else ()
     return Findings(doubt, drawn, results, first, answers, doubts)

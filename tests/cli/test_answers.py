@@ -112,6 +112,7 @@ def test_quiet_command_says_its_answer_and_warnings_only(command, in_folder):
         ("train --dtype fp16", "smupar: --dtype takes one of fp32, bf16, got 'fp16'"),
         ("train --rule", "smupar: --rule needs a value: see smupar train --help"),
         ("report", "smupar: missing: FOLDER: see smupar report --help"),
+        ("report nowhere", "smupar: there is no folder nowhere: name the folder of a study\n"),
         ("sweep", "smupar: sweep needs an axis: name a field and its values, for example smupar sweep lr=2^-10..2^-4\n"),
         ("transfer --rul sp", "smupar: transfer has no flag --rul: did you mean --rules"),
         ("completion fish", "smupar: completion needs a shell, bash or zsh: smupar completion bash\n"),

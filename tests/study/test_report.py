@@ -1,5 +1,6 @@
 """What the report of a study says besides its curves."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -29,3 +30,23 @@ def test_study_that_mixes_decay_conventions_says_so_on_its_page(decays, said, tm
     page = (tmp_path / "study" / "report.html").read_text()
     assert ("mixes decay conventions" in found) is ("mixes decay conventions" in page) is (said is not None)
     assert said is None or said in page
+
+
+@pytest.mark.parametrize(
+    ("folder", "said"),
+    [
+        ("", "is not a study, but holds some: name one of {}/runs/one, {}/runs/two"),
+        ("runs", "is not a study, but holds some: name one of {}/runs/one, {}/runs/two"),
+        ("runs/single", "is a single run, which has no report: smupar watch {}/runs/single shows it"),
+        ("runs/one", "has no finished run yet: start its command again"),
+        ("other", "is not the folder of a study"),
+        ("none", "there is no folder {}/none"),
+    ],
+)
+def test_folder_without_a_report_leads_to_one_that_has_it(folder, said, tmp_path):
+    for name in ("one/study.json", "two/study.json", "single/config.json"):
+        (tmp_path / "runs" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "runs" / name).write_text("{}")
+    (tmp_path / "other").mkdir()
+    with pytest.raises(ValueError, match=re.escape(said.format(*[tmp_path] * 2))):
+        write_report(Study(tmp_path / folder))

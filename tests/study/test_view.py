@@ -236,7 +236,7 @@ def test_best_of_all_diverged_runs_is_not_a_number(tmp_path):
     for run in runs[:3]:
         end_run(tmp_path / "runs" / run.id, run, status="diverged")
     document = StudyView(tmp_path).document()
-    assert document["headline"] == "No optimum is known yet."
+    assert document["headline"] == "No optimum of a target is known yet."
     assert all(line["best"] is None for chart in document["charts"] for line in chart["lines"])
     assert math.isfinite(document["made"])
     assert CONFIG.values[0] == 2**-9

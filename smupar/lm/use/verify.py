@@ -123,7 +123,9 @@ def inspect(path: Path, found: Inspection) -> None:
         with found.part():
             found.sums(path, read_sums(path, remedy="get another copy"))
     else:
-        refuse(True, f"{path} is not a run, study, checkpoint, export, trace or prepared text: name the folder of one")
+        within = sorted({str(file.parent) for name in ("study.json", "config.json") for file in path.glob(f"*/{name}")})
+        example = f", such as {within[0]}" if within else ""
+        refuse(True, f"{path} is not a run, study, checkpoint, export, trace or prepared text: name the folder of one{example}")
 
 
 def inspect_run(path: Path, found: Inspection) -> RunConfig | None:
