@@ -10,6 +10,7 @@ from typing import Any
 
 from smupar.lm.config.run import RunConfig
 from smupar.output.json_files import as_record
+from smupar.study.config import TUNED
 from smupar.study.curves import LOSS, Line, Panel, Point
 from smupar.study.definition import Findings, StudyDefinition, best_in_short, best_in_words, by_seeds, cell, mean_loss
 from smupar.study.space import grid, refuse_unknown_field, unique
@@ -38,8 +39,21 @@ def sweep_from_json(stored: dict[str, Any]) -> StudyDefinition:
 
 
 def _read(results: Sequence[Result], axes: Mapping[str, Sequence[Any]], proposed: Sequence[RunConfig] = ()) -> Findings:
-    sentence, headline = (best_in_words(results), best_in_short(results)) if results else ("", "")
-    return Findings(sentence, sweep_panels(results, axes, proposed), results, headline)
+    sentences = (best_in_words(results), *_at_an_edge(results, axes)) if results else ()
+    headline = best_in_short(results) if results else ""
+    return Findings(" ".join(sentences), sweep_panels(results, axes, proposed), results, headline)
+
+
+def _at_an_edge(results: Sequence[Result], axes: Mapping[str, Sequence[Any]]) -> list[str]:
+    """A sentence for each tuned hyperparameter whose best value is the smallest or largest that was run."""
+    best = row_of(min(by_seeds(results), key=mean_loss)[0])
+    sentences = []
+    for name in (name for name in axes if name in TUNED):
+        values = {row_of(result)[name] for result in results}
+        for end, which, beyond in ((min(values), "smallest", "below"), (max(values), "largest", "above")):
+            if len(values) > 2 and best[name] == end:
+                sentences.append(f"{name} {cell(end)} is the {which} that was run: the best may lie {beyond} it.")
+    return sentences
 
 
 def sweep_panels(

@@ -214,7 +214,8 @@ async function drawLossCurves(doc, table, rows) {
   if (!Object.keys(curves).length) { refill(parts.curveGrid, el("p", { class: "empty" }, "No run has a loss to show yet. Curves appear with the first steps.")); return; }
   if (frame.node.parentNode !== parts.curveGrid) parts.curveGrid.replaceChildren(frame.node);
   const colourOf = colourer(table, chosen.colour), count = drawCurves(frame, wanted, curves, { label: labelOf(table), colourOf, logX: chosen.curveLogX, logY: chosen.curveLogY, isSmooth: chosen.curveSmooth, opens: open });
-  const seen = new Map(wanted.map((row) => [by ? shown(row[by]) : "runs", [colourOf(row), SWATCHES[by === "rule" ? ruleDash(row.rule) : "solid"]]]));
+  const format = by && formatOf(by, wanted.map((row) => row[by])), written = (value) => (typeof value === "number" ? format(value) : shown(value)); // as in the table
+  const seen = new Map(wanted.map((row) => [by ? written(row[by]) : "runs", [colourOf(row), SWATCHES[by === "rule" ? ruleDash(row.rule) : "solid"]]]));
   frame.keys.replaceChildren(...[...seen].slice(0, 16).map(([text, [colour, dash]]) => { const swatch = el("span", {}, dash); swatch.style.color = colour; return el("li", {}, swatch, text); }));
   const total = rows.filter((row) => row.state !== "waiting").length;
   parts.curveNote.textContent = count < total ? `${count} of ${number(total)} runs: those that are running, then the best. Filter to choose others.` : "Training loss of each run; click a line to see its run.";
