@@ -10,7 +10,8 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from smupar.bench.facts import hardware, random_text
+from smupar.bench.hardware import hardware
+from smupar.bench.random_text import random_text
 from smupar.execute.timing import Call, in_turns, seconds_of
 from smupar.lm.config.run import ModelConfig, RunConfig
 from smupar.lm.model.gpt import AttentionKernel

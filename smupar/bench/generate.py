@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from smupar.bench.facts import hardware
+from smupar.bench.hardware import hardware
 from smupar.bench.sparse.rows import Machine, measure_machine
 from smupar.bench.stored import read_rows, write_rows
 from smupar.execute.sparse.convert import sparsify_storage

@@ -18,15 +18,15 @@ from torch import nn
 from tqdm import tqdm
 
 from smupar.bench.attention import bench_attention
-from smupar.bench.facts import random_text
 from smupar.bench.generate import bench_generate
+from smupar.bench.random_text import random_text
 from smupar.bench.sparse.run import bench_sparse
 from smupar.bench.storage import bench_storage
 from smupar.execute.compiler_cache import guard_compiler_cache
 from smupar.execute.timing import Call, best_of, in_turns, seconds_of
 from smupar.lm.config.presets import gpt_610m
 from smupar.lm.config.run import Execution, ModelConfig, RunConfig
-from smupar.lm.data import batches as data
+from smupar.lm.data.batches import read_batch
 from smupar.lm.data.shards import TokenizerInfo, open_tokens, write_tokens
 from smupar.lm.model.cost import peak_flops
 from smupar.lm.model.gpt import GPT, on_meta, plan_on_meta, use_flex_attention
@@ -148,7 +148,7 @@ def _plain_step(config: RunConfig, how: Execution, device: torch.device) -> Call
     text = random_text(config).train
 
     def step() -> None:
-        both = data.batch(text, seed=0, step=0, batch_size=config.batch_size, seq_len=config.seq_len, to=lambda t: t.to(device))
+        both = read_batch(text, seed=0, step=0, batch_size=config.batch_size, seq_len=config.seq_len, to=lambda t: t.to(device))
         inputs, targets = (part.split(how.micro_batch) for part in both)
         for x, y in zip(inputs, targets, strict=True):
             with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bf16"):
@@ -262,7 +262,7 @@ def bench_data(*, repeats: int = 3, num_tokens: int = 200_000_000, batch_size: i
         tokens = open_tokens(folder)
         steps = itertools.count()
         best = best_of(
-            lambda: data.batch(tokens, seed=0, step=next(steps), batch_size=batch_size, seq_len=seq_len), repeats, 10
+            lambda: read_batch(tokens, seed=0, step=next(steps), batch_size=batch_size, seq_len=seq_len), repeats, 10
         )
     speed = batch_size * seq_len / best / 1e6
     return f"batches of {batch_size} x {seq_len} from {num_tokens:,} tokens on disk: {speed:.0f} million tokens/s"

@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
-from smupar.bench.facts import hardware, random_text
+from smupar.bench.hardware import hardware
+from smupar.bench.random_text import random_text
 from smupar.bench.sparse.rows import Machine, measure_machine
 from smupar.bench.stored import read_rows, write_rows
 from smupar.execute.timing import in_turns, seconds_of

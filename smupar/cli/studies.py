@@ -43,7 +43,7 @@ def sweep(
         out: Folder of the study. If you run the command again, it runs only what is missing.
         dry_run: Print the number of runs, their time and their memory, and run nothing.
     """
-    from smupar.study.space import parse_axes
+    from smupar.study.axes import parse_axes
 
     refuse(not axes, "sweep needs an axis: name a field and its values, for example smupar sweep lr=2^-10..2^-4")
     run, asked = resolve(RunConfig, request_of(config)), parse_axes(axes)

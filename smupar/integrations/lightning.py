@@ -23,7 +23,7 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError("smupar's Lightning callback needs lightning: pip install 'smupar[lightning]'") from error
 
 from smupar.dynamic.sparsifiers import Sparsifier
-from smupar.integrations.start import check_start
+from smupar.integrations.start_check import check_start
 from smupar.integrations.state import carry_state
 from smupar.model.parameterize import add_masks, attach, is_parameterized, mask_of, parameterize
 from smupar.optim.groups import param_groups

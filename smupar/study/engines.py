@@ -22,7 +22,7 @@ import torch
 from smupar.execute.threads import cpu_threads
 from smupar.execute.timing import seconds_of
 from smupar.lm.config.run import Execution, RunConfig
-from smupar.lm.data import batches as data
+from smupar.lm.data.batches import Corpus, open_text
 from smupar.lm.model.cost import estimate
 from smupar.lm.model.gpt import plan_on_meta
 from smupar.lm.run.distributed import device_name, pick_device
@@ -34,9 +34,9 @@ from smupar.output.terminal import say
 from smupar.plan.facts.optimizers import family_of
 from smupar.plan.plan import PlanWarning
 from smupar.study.config import EngineConfig, EngineName
+from smupar.study.configs import grouped, unique
 from smupar.study.definition import Stage, StudyDefinition
 from smupar.study.live import beating, write_planned
-from smupar.study.space import grouped, unique
 from smupar.study.stack_training import StudyProgress, train_stack
 from smupar.study.stacks import Division, recorded_divisions, remove_leftovers, without
 from smupar.study.store import Study
@@ -95,7 +95,7 @@ def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfi
 def _refuse_other_files(study: Study, configs: Sequence[RunConfig]) -> None:
     """Raises if earlier runs of the study read another text or trace under the same name. Configurations hold only names."""
     for config in {(config.data, config.valid_data): config for config in configs}.values():
-        facts = data.open_text(config).facts
+        facts = open_text(config).facts
         study.remember("text", facts.name, facts.sha256)
     for trace in dict.fromkeys(Path(config.follow) for config in configs if config.follow):
         study.remember("trace", trace.name, hashlib.sha256(trace.read_bytes()).hexdigest())
@@ -225,7 +225,7 @@ def _train_division(
         part = [by_id.get(run, wanted[0]) for run in runs]
         filled = part + [part[-1]] * (division.size - len(part))
         if stack is None:
-            stack = GPTStack(filled, data.open_text(part[0]), device, own_batches=division.own_batches)
+            stack = GPTStack(filled, open_text(part[0]), device, own_batches=division.own_batches)
         elif stack.num_steps or stack.configs != filled:
             stack.refill(filled)
         train_stack(study, stack, part, division, number, progress)
@@ -238,12 +238,12 @@ def divide(group: Sequence[RunConfig], engine: EngineName, device: torch.device)
         return Division(runs, 0, own_batches=False, device=device_name(device)), None
     # Stacks of equal size, so that the last one does not consist mostly of copies.
     num_stacks = len(group) if engine == "serial" else -(-len(group) // room)
-    stack, size = _faster_stack(group, data.open_text(group[0]), device, -(-len(group) // num_stacks), measure=engine == "auto")
+    stack, size = _faster_stack(group, open_text(group[0]), device, -(-len(group) // num_stacks), measure=engine == "auto")
     return Division(runs, size, stack.own_batches, device_name(device)), stack
 
 
 def _faster_stack(
-    group: Sequence[RunConfig], text: data.Corpus, device: torch.device, size: int, *, measure: bool
+    group: Sequence[RunConfig], text: Corpus, device: torch.device, size: int, *, measure: bool
 ) -> tuple[GPTStack, int]:
     """A stack of ``size`` runs, or of one run if that is faster, and its number of runs."""
     if size == 1:

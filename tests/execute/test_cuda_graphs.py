@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from smupar.lm.config.run import Execution, ModelConfig, RunConfig
-from smupar.lm.data import batches as data
+from smupar.lm.data.batches import open_text
 from smupar.lm.run.distributed import World
 from smupar.lm.run.stack import GPTStack
 from smupar.lm.run.step import Stepper
@@ -38,7 +38,7 @@ BAG = [RUN, replace(RUN, rule="sp", sparsity=0.9, lr=2**-10), replace(RUN, rule=
 
 @pytest.fixture(scope="module")
 def text():
-    return data.open_text(RUN)
+    return open_text(RUN)
 
 
 def losses_of(step):

@@ -14,7 +14,7 @@ import smupar
 from smupar.execute.cuda_graphs import compile_static
 from smupar.execute.stacked import Hyperparameters, Stack, train_stacked
 from smupar.lm.config.run import Execution, ModelConfig, RunConfig
-from smupar.lm.data import batches as data
+from smupar.lm.data.batches import open_text, read_batch
 from smupar.lm.model.gpt import build
 from smupar.lm.run.distributed import World
 from smupar.lm.run.optimizers import make_optimizers, set_lr
@@ -41,7 +41,7 @@ DEEP_BAG = [DEEP, replace(DEEP, depth_rule="depth-mup", lr=2**-7), replace(DEEP,
 
 @pytest.fixture(scope="module")
 def text():
-    return data.open_text(BASE)
+    return open_text(BASE)
 
 
 def one_by_one(config, text, steps):
@@ -51,7 +51,7 @@ def one_by_one(config, text, steps):
     losses = []
     for step in range(steps):
         set_lr(optimizers, lr_share(step, config))
-        batch = data.batch(text.train, seed=config.seed, step=step, batch_size=config.batch_size, seq_len=config.seq_len)
+        batch = read_batch(text.train, seed=config.seed, step=step, batch_size=config.batch_size, seq_len=config.seq_len)
         loss = next_token_loss(model, batch)
         loss.backward()
         if config.clip is not None:
@@ -281,10 +281,10 @@ def test_models_are_made_in_threads_that_leave_torchs_compiler_alone():
 import threading, torch, torch._dynamo
 torch._dynamo.reset = lambda: print(threading.current_thread() is threading.main_thread())
 from smupar.lm.config.run import ModelConfig, RunConfig
-from smupar.lm.data import batches as data
+from smupar.lm.data.batches import open_text, read_batch
 from smupar.lm.run.stack import GPTStack
 config = RunConfig(model=ModelConfig(width=64, depth=1), steps=1, batch_size=4, seq_len=32, data={words()!r})
-GPTStack([config] * 8, data.open_text(config), torch.device("cpu"))
+GPTStack([config] * 8, open_text(config), torch.device("cpu"))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) <= {"True"}  # torch 2.9 resets nothing

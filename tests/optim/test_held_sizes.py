@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from smupar.lm.config.run import Execution, ModelConfig, RunConfig
-from smupar.lm.data import batches as data
+from smupar.lm.data.batches import open_text
 from smupar.lm.run.distributed import World
 from smupar.lm.run.stack import GPTStack
 from smupar.lm.run.step import Stepper
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def text():
-    return data.open_text(RUN)
+    return open_text(RUN)
 
 
 def stepped(text, config, num_steps=6, **how):

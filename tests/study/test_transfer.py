@@ -6,6 +6,7 @@ from dataclasses import asdict, replace
 import pytest
 
 from smupar.cli.main import main
+from smupar.study.axes import parse_axes
 from smupar.study.config import EngineConfig, TransferConfig
 from smupar.study.curves import Line, Panel, Point
 from smupar.study.definition import more_seeds
@@ -13,7 +14,6 @@ from smupar.study.engines import execute, settle
 from smupar.study.optima import Curve, move_in_words, moved
 from smupar.study.picture import draw_png
 from smupar.study.report import write_report
-from smupar.study.space import parse_axes
 from smupar.study.store import Study
 from smupar.study.transfer import Verdict, analyse, headline, panels, proposals, sentence
 from tests.study.tiny import TINY, TINY_FLAGS, summary

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from smupar.lm.config.run import Execution, ModelConfig, RunConfig
-from smupar.lm.data import batches as data
+from smupar.lm.data.batches import open_text
 from smupar.lm.run.schedule import lr_share
 from smupar.lm.run.stack import GPTStack
 from smupar.lm.run.train import train
@@ -26,7 +26,7 @@ NAME = "blocks.0.mlp.down.weight"
 
 
 def stack_of(*configs):
-    return GPTStack(configs, data.open_text(configs[0]), torch.device("cpu"))
+    return GPTStack(configs, open_text(configs[0]), torch.device("cpu"))
 
 
 def test_law_is_read_from_its_text():

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from smupar.dynamic.sparsifiers import Sparsifier
-from smupar.integrations.start import check_start
+from smupar.integrations.start_check import check_start
 from smupar.integrations.state import carry_state
 from smupar.model.seam import unwrap_optimizer
 from smupar.optim.groups import param_groups

@@ -125,7 +125,7 @@ def _sha256(data: bytes) -> str:
 # Batches
 
 
-def batch(
+def read_batch(
     tokens: Tokens,
     *,
     seed: int,

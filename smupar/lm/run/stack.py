@@ -15,7 +15,7 @@ from torch import Tensor
 
 from smupar.execute.stacked import SUPPORTED, Hyperparameters, Stack
 from smupar.lm.config.run import RunConfig
-from smupar.lm.data import batches as data
+from smupar.lm.data.batches import Corpus, read_batch
 from smupar.lm.data.shards import Tokens
 from smupar.lm.model.gpt import GPT, AttentionKernel, build, ends_of_branches, use_attention
 from smupar.lm.run import checkpoint
@@ -76,7 +76,7 @@ class GPTStack:
     def __init__(
         self,
         configs: Sequence[RunConfig],
-        corpus: data.Corpus,
+        corpus: Corpus,
         device: torch.device,
         *,
         compile: bool | None = None,  # noqa: A002 (torch's word)
@@ -225,7 +225,7 @@ class GPTStack:
 
     def _of_seed(self, tokens: Tokens, seed: int, step: int) -> tuple[Tensor, Tensor]:
         first = self.configs[0]
-        return data.batch(
+        return read_batch(
             tokens, seed=seed, step=step, batch_size=first.batch_size, seq_len=first.seq_len, to=self.stack.upload
         )
 

@@ -17,7 +17,7 @@ from smupar.execute.cuda_graphs import GraphedCall, Uploader, compile_static
 from smupar.execute.products import fast_products
 from smupar.execute.sparse.convert import StorageReport, sparsify_storage
 from smupar.lm.config.run import Execution, RunConfig
-from smupar.lm.data import batches as data
+from smupar.lm.data.batches import Corpus, read_batch
 from smupar.lm.data.shards import Tokens
 from smupar.lm.model.cost import fitting_micro_batch
 from smupar.lm.model.gpt import use_flex_attention
@@ -42,9 +42,7 @@ class Stepper:
     """``step(n)`` does step n of the run and returns its loss as a tensor, so that the GPU does not have to wait for the
     host."""
 
-    def __init__(
-        self, config: RunConfig, how: Execution, world: World, corpus: data.Corpus, trace: Trace | None = None
-    ) -> None:
+    def __init__(self, config: RunConfig, how: Execution, world: World, corpus: Corpus, trace: Trace | None = None) -> None:
         """``trace`` is the trace to follow; by default it is read from the file ``config.follow``.
 
         The order matters. Weights get their storage first, then optimizers are built. The audit comes before measured updates
@@ -193,7 +191,7 @@ class Stepper:
         return [self.world.mean(total / (self.config.valid_batches * self.num_micro)).item()]
 
     def _batch(self, tokens: Tokens, seed: int, step: int) -> tuple[Tensor, Tensor]:
-        return data.batch(
+        return read_batch(
             tokens,
             seed=seed,
             step=step,

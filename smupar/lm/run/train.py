@@ -18,7 +18,7 @@ from pathlib import Path
 
 from smupar.execute.threads import cpu_threads
 from smupar.lm.config.run import Execution, RunConfig
-from smupar.lm.data import batches as data
+from smupar.lm.data.batches import Corpus, open_text
 from smupar.lm.model.cost import peak_flops
 from smupar.lm.run import checkpoint
 from smupar.lm.run.distributed import World, join
@@ -46,10 +46,8 @@ def train(config: RunConfig, how: Execution | None = None, *, shows: bool = True
     with cpu_threads(how.threads), join(how) as world, Stop.on_signals() as stop:
         if not world.is_main:
             world.wait()  # the main rank checks text and folder first
-            return read_summary(path) or _train(
-                config, how, world, data.open_text(config, check=False), path, None, stop, shows
-            )
-        corpus = data.open_text(config)
+            return read_summary(path) or _train(config, how, world, open_text(config, check=False), path, None, stop, shows)
+        corpus = open_text(config)
         with contextlib.closing(RunFolder(path, config, corpus)) as folder:
             if how.from_step is not None:
                 folder.go_back(how.from_step)
@@ -69,7 +67,7 @@ def _train(
     config: RunConfig,
     how: Execution,
     world: World,
-    corpus: data.Corpus,
+    corpus: Corpus,
     path: Path,
     folder: RunFolder | None,
     stop: Stop,

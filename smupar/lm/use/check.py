@@ -13,7 +13,7 @@ from smupar.check.coordinates.report import Report
 from smupar.execute.threads import cpu_threads
 from smupar.lm.config.commands import CheckConfig
 from smupar.lm.config.run import ModelConfig
-from smupar.lm.data import batches as data
+from smupar.lm.data.batches import read_batch, split, standard_library
 from smupar.lm.model.gpt import BRANCHES, GPT, set_attention_scale
 from smupar.lm.run.distributed import pick_device
 from smupar.lm.run.step import next_token_loss
@@ -50,9 +50,9 @@ def _checked(config: CheckConfig, lr: Mapping[str, float] | None) -> Report:
         model = GPT(ModelConfig(width=width, depth=depth, head_dim=config.head_dim))
         return model if next(model.parameters()).is_meta else model.to(device)
 
-    text, _ = data.split(data.standard_library())
+    text, _ = split(standard_library())
     batches = (
-        data.batch(
+        read_batch(
             text, seed=0, step=step, batch_size=config.batch_size, seq_len=config.seq_len, to=lambda part: part.to(device)
         )
         for step in range(config.whole_run or config.steps)

@@ -16,6 +16,7 @@ from fractions import Fraction
 from os import PathLike
 from pathlib import Path
 from typing import Any, ClassVar
+from zipfile import ZipFile, is_zipfile
 
 import torch
 from torch import Tensor
@@ -264,6 +265,9 @@ def read_masks(masks: Mapping[str, Tensor] | str | PathLike[str] | None) -> dict
 
             tensors = load_file(path)
         else:
+            if is_zipfile(path):  # torch does not compare the checksums that a zip archive has
+                damaged = ZipFile(path).testzip()
+                refuse(damaged is not None, f"{damaged} in it does not match its checksum")
             tensors = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # the readers may raise anything on a damaged or foreign file
         raise ValueError(f"{path} cannot be read as a state dict or file of masks: {first_line(error)}") from error

@@ -12,7 +12,7 @@ from torch import nn
 import smupar
 from smupar.check.coordinates.verdict import FAIL
 from smupar.lm.config.run import ModelConfig
-from smupar.lm.data import batches as data
+from smupar.lm.data.batches import read_batch
 from smupar.lm.data.shards import Tokens
 from smupar.lm.model.gpt import GPT, set_attention_scale
 from smupar.lm.run.step import next_token_loss
@@ -22,7 +22,7 @@ TEXT = Tokens([np.fromfile(Path(__file__).parents[2] / "fixtures" / "text.txt", 
 
 
 def batches(num=3):
-    return [data.batch(TEXT, seed=0, step=step, batch_size=8, seq_len=64) for step in range(num)]
+    return [read_batch(TEXT, seed=0, step=step, batch_size=8, seq_len=64) for step in range(num)]
 
 
 def make_model(width):

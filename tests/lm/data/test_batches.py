@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from smupar.lm.config.run import ModelConfig, RunConfig, padded_vocab
-from smupar.lm.data import batches as data
-from smupar.lm.data.batches import num_sequences, open_text, shuffled
+from smupar.lm.data.batches import num_sequences, open_text, read_batch, shuffled, standard_library
 from smupar.lm.data.shards import TokenizerInfo, Tokens, write_tokens
 from smupar.lm.run.distributed import World
 
@@ -22,7 +21,7 @@ def _counting(length):
 
 def _starts(tokens, *, seed=0, seq_len, steps, batch_size):
     """Where the sequences of many steps begin, on counting text."""
-    batches = [data.batch(tokens, seed=seed, step=step, batch_size=batch_size, seq_len=seq_len) for step in steps]
+    batches = [read_batch(tokens, seed=seed, step=step, batch_size=batch_size, seq_len=seq_len) for step in steps]
     return torch.cat([inputs[:, 0] for inputs, _ in batches]).tolist()
 
 
@@ -52,16 +51,16 @@ def _run(data, **options):
 
 def test_batches_are_a_function_of_seed_and_step():
     tokens, size = _counting(1000), {"batch_size": 4, "seq_len": 8}
-    first, again = (data.batch(tokens, seed=3, step=7, **size)[0] for _ in range(2))
+    first, again = (read_batch(tokens, seed=3, step=7, **size)[0] for _ in range(2))
     assert first.shape == (4, 8)
     assert first.dtype == torch.int64
     assert torch.equal(first, again)
-    assert not torch.equal(first, data.batch(tokens, seed=3, step=8, **size)[0])
-    assert not torch.equal(first, data.batch(tokens, seed=4, step=7, **size)[0])
+    assert not torch.equal(first, read_batch(tokens, seed=3, step=8, **size)[0])
+    assert not torch.equal(first, read_batch(tokens, seed=4, step=7, **size)[0])
 
 
 def test_inputs_are_consecutive_and_targets_one_further():
-    inputs, targets = data.batch(_counting(1000), seed=0, step=0, batch_size=16, seq_len=8)
+    inputs, targets = read_batch(_counting(1000), seed=0, step=0, batch_size=16, seq_len=8)
     assert torch.equal(targets, inputs + 1)
     assert torch.equal(inputs, inputs[:, :1] + torch.arange(8))
 
@@ -70,9 +69,9 @@ def test_inputs_are_consecutive_and_targets_one_further():
 def test_rows_of_all_ranks_are_the_whole_batch(num_ranks):
     # 8 rows at step 5 of an epoch of 44 sequences: the next epoch begins within the batch.
     tokens, size = _counting(46 * 10), {"seed": 1, "step": 5, "batch_size": 8, "seq_len": 10}
-    whole = data.batch(tokens, **size)
+    whole = read_batch(tokens, **size)
     shares = [World(rank, num_ranks, torch.device("cpu"), "ddp").share_of(8) for rank in range(num_ranks)]
-    parts = [data.batch(tokens, rows=rows, **size) for rows in shares]
+    parts = [read_batch(tokens, rows=rows, **size) for rows in shares]
     assert num_sequences(tokens, 10) == 44
     for part in (0, 1):
         assert torch.equal(torch.cat([both[part] for both in parts]), whole[part])
@@ -81,7 +80,7 @@ def test_rows_of_all_ranks_are_the_whole_batch(num_ranks):
 def test_batches_do_not_depend_on_how_the_text_is_cut_into_shards():
     cut = Tokens(np.split(np.arange(1000), [1, 17, 400, 401, 990]))
     for step in range(20):
-        whole, pieces = (data.batch(t, seed=0, step=step, batch_size=8, seq_len=16)[0] for t in (_counting(1000), cut))
+        whole, pieces = (read_batch(t, seed=0, step=step, batch_size=8, seq_len=16)[0] for t in (_counting(1000), cut))
         assert torch.equal(whole, pieces)
 
 
@@ -111,7 +110,7 @@ def test_all_of_the_text_is_read_in_the_end_to_its_last_token():
 
 
 def _many_epochs(tokens, *, seq_len):
-    return [data.batch(tokens, seed=0, step=step, batch_size=5, seq_len=seq_len) for step in range(100)]
+    return [read_batch(tokens, seed=0, step=step, batch_size=5, seq_len=seq_len) for step in range(100)]
 
 
 @settings(max_examples=200)
@@ -124,7 +123,7 @@ def _many_epochs(tokens, *, seq_len):
 )
 def test_batches_never_leave_the_text(seq_len, more, batch_size, step, seed):
     tokens = _counting(seq_len + more)
-    inputs, targets = data.batch(tokens, seed=seed, step=step, batch_size=batch_size, seq_len=seq_len)
+    inputs, targets = read_batch(tokens, seed=seed, step=step, batch_size=batch_size, seq_len=seq_len)
     assert inputs.shape == targets.shape == (batch_size, seq_len)
     assert inputs.min() >= 0
     assert targets.max() < len(tokens)
@@ -132,11 +131,11 @@ def test_batches_never_leave_the_text(seq_len, more, batch_size, step, seed):
 
 
 def test_text_of_one_sequence_and_its_target_is_enough_and_one_token_less_is_not():
-    inputs, targets = data.batch(_counting(9), seed=0, step=3, batch_size=2, seq_len=8)
+    inputs, targets = read_batch(_counting(9), seed=0, step=3, batch_size=2, seq_len=8)
     assert inputs.tolist() == [list(range(8))] * 2
     assert targets[0, -1] == 8
     with pytest.raises(ValueError, match="8 tokens, fewer than one sequence of 8 and its target: pass a smaller --seq-len"):
-        data.batch(_counting(8), seed=0, step=0, batch_size=1, seq_len=8)
+        read_batch(_counting(8), seed=0, step=0, batch_size=1, seq_len=8)
 
 
 # The order within an epoch
@@ -200,7 +199,7 @@ def test_last_twentieth_is_validated_on_and_never_trained_on(tmp_path):
 
 
 def _tokens_of(tokens, step):
-    inputs, targets = data.batch(tokens, seed=0, step=step, batch_size=4, seq_len=8)
+    inputs, targets = read_batch(tokens, seed=0, step=step, batch_size=4, seq_len=8)
     return [*inputs.flatten().tolist(), *targets.flatten().tolist()]
 
 
@@ -270,7 +269,7 @@ def test_standard_library_is_python_source_without_tests():
     assert text.tokenizer is None
     beginning = bytes(text.train.windows(np.array([0]), 100_000)[0].astype(np.uint8))
     assert b"def " in beginning
-    assert len(data.standard_library()) == text.facts.num_tokens
+    assert len(standard_library()) == text.facts.num_tokens
 
 
 @pytest.mark.parametrize(("needed", "padded"), [(1, 64), (64, 64), (65, 128), (256, 256), (50257, 50304)])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 import smupar
 from smupar.cli.main import main
 from smupar.lm.config.commands import ExportConfig, GenerateConfig
-from smupar.lm.data import batches as data
+from smupar.lm.data.batches import open_text, read_batch
 from smupar.lm.run.distributed import World
 from smupar.lm.run.folder import read_config, read_summary
 from smupar.lm.run.schedule import lr_share
@@ -136,11 +136,11 @@ def test_trace_of_a_run_is_that_of_the_library(finished, text):
     model, plan = smupar.lm.model.gpt.build(config)
     groups = smupar.param_groups(model, plan, lr=config.lr, eps_value=config.eps, weight_decay=config.weight_decay)
     optimizer = torch.optim.AdamW(groups, betas=config.betas)
-    opened = data.open_text(config)
+    opened = open_text(config)
     with smupar.record_updates(model, plan, optimizer) as trace:
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_share(step, config))
         for step in range(4):
-            batch = data.batch(opened.train, seed=0, step=step, batch_size=4, seq_len=32)
+            batch = read_batch(opened.train, seed=0, step=step, batch_size=4, seq_len=32)
             optimizer.zero_grad()
             smupar.lm.run.step.next_token_loss(model, batch).backward()
             optimizer.step()
@@ -243,7 +243,7 @@ def test_logged_learning_rate_is_the_scheduled_one(finished, kind):
 
 def test_following_does_not_disturb_the_learning_rates_that_the_trainer_sets(config, proxy):
     follows = replace(config, follow=str(proxy / "trace.json"), dynamic="gmp")
-    stepper = stepper_of(follows, data.open_text(config))
+    stepper = stepper_of(follows, open_text(config))
     for step in range(6):
         stepper.step(step)
         groups = [group for optimizer in stepper.optimizers for group in optimizer.param_groups]
@@ -330,14 +330,14 @@ def test_id_of_a_run_does_not_depend_on_the_folder_of_its_trace(config):
 @pytest.mark.parametrize("dynamic", ["rigl", "set", "gmp"])
 def test_dense_model_has_nothing_that_moves(config, dynamic):
     dense = replace(config, sparsity=0.0, dynamic=dynamic)
-    stepper = stepper_of(dense, data.open_text(config))
+    stepper = stepper_of(dense, open_text(config))
     assert stepper.sparsifier is None
     assert stepper.sparsities == [0]
 
 
 def test_micro_batches_measure_the_last_of_them(config, proxy):
     """The update is that of the whole batch, so the effect differs by the tokens it is seen on."""
-    opened = data.open_text(config)
+    opened = open_text(config)
     effects = []
     for micro_batch in (4, 2):
         how = replace(HOW, micro_batch=micro_batch)

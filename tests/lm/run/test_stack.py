@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from smupar.lm.config.run import ModelConfig, RunConfig
-from smupar.lm.data import batches as data
+from smupar.lm.data.batches import open_text
 from smupar.lm.run.stack import GPTStack, stack_key
 from smupar.model.parameterize import mask_of
 from tests.lm.run.runs import CPU, stepper_of
@@ -32,7 +32,7 @@ def losses_one_by_one(steps, num=None):
 @pytest.fixture(scope="module")
 def library():
     """The text of Python's standard library."""
-    return data.open_text(STACKED)
+    return open_text(STACKED)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from torch import nn
 
 import smupar
 from smupar.lm.model.gpt import build
+from smupar.plan.masks.patterns import read_masks
 from tests.loops import assert_same_tensors, loss_of, tokens_of
 from tests.model.parameterize.nets import GPT_CONFIG, Net, Tables, make, masks_of, off_mask, raw_memory
 from tests.models import on_meta
@@ -197,3 +198,14 @@ def test_random_resets_follow_the_seed_of_the_plan_and_leave_torchs_generator_al
         gains.append(model[1].gain.detach())
     assert torch.equal(gains[0], gains[1])
     assert not torch.equal(gains[0], gains[2])
+
+
+def test_changed_bits_in_a_file_of_masks_are_noticed(tmp_path):
+    path = tmp_path / "masks.pt"
+    torch.save({"2.weight_mask": torch.ones(64, 64, dtype=torch.bool)}, path)
+    data = bytearray(path.read_bytes())
+    data[data.index(bytes([1]) * 64) + 7] = 0
+    path.write_bytes(data)
+    assert not torch.load(path)["2.weight_mask"].all()
+    with pytest.raises(ValueError, match=r"cannot be read as a state dict or file of masks: .* does not match its checksum"):
+        read_masks(path)

@@ -22,10 +22,10 @@ from smupar.lm.data.prepare import prepare
 from smupar.lm.run.train import train
 from smupar.output.files import locked
 from smupar.output.page import read_page
+from smupar.study.axes import grid
 from smupar.study.config import EngineConfig, TransferConfig
 from smupar.study.engines import StudyProgress, groups, largest_stack, run_group, run_study, settle
 from smupar.study.report import write_report
-from smupar.study.space import grid
 from smupar.study.store import Study
 from smupar.study.transfer import proposals
 from tests.lm.run.processes import quiet, run_command

@@ -9,7 +9,7 @@ import torch
 
 import smupar
 from smupar.lm.config.run import ModelConfig, RunConfig
-from smupar.lm.data import batches as data
+from smupar.lm.data.batches import open_text, read_batch
 from smupar.lm.model.gpt import build
 from smupar.lm.run.optimizers import make_optimizers
 from smupar.lm.run.step import next_token_loss
@@ -25,7 +25,7 @@ GPT = RunConfig(
 
 @pytest.fixture(scope="module")
 def text():
-    return data.open_text(GPT)
+    return open_text(GPT)
 
 
 def run_gpt(config, text, trace=None, steps=3):
@@ -38,7 +38,7 @@ def run_gpt(config, text, trace=None, steps=3):
         meter = smupar.follow_updates(model, plan, optimizer, trace=trace)
     factors = []
     for number in range(steps):
-        pair = data.batch(text.train, seed=config.seed, step=number, batch_size=config.batch_size, seq_len=config.seq_len)
+        pair = read_batch(text.train, seed=config.seed, step=number, batch_size=config.batch_size, seq_len=config.seq_len)
         optimizer.zero_grad()
         next_token_loss(model, pair).backward()
         optimizer.step()

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import smupar
 from smupar.lm.config.run import Execution, ModelConfig, RunConfig
-from smupar.lm.data import batches as data
+from smupar.lm.data.batches import open_text
 from smupar.lm.run.distributed import World
 from smupar.lm.run.step import Stepper
 from smupar.updates.observation import Observation
@@ -147,7 +147,7 @@ RUN = RunConfig(
 
 @functools.cache
 def text():
-    return data.open_text(RUN)
+    return open_text(RUN)
 
 
 def train(config, world):

@@ -11,7 +11,7 @@ import smupar
 from smupar.check.coordinates.measure import DY, JUDGED, Y
 from smupar.check.coordinates.verdict import FAIL, PASS, overall
 from smupar.lm.config.run import ModelConfig
-from smupar.lm.data import batches as data
+from smupar.lm.data.batches import read_batch, split, standard_library
 from smupar.lm.model.gpt import GPT, Attention, set_attention_scale
 from smupar.lm.run.step import next_token_loss
 from tests.check.coordinates.grid import CNN, MLP, batches_of, check, slope_of
@@ -67,11 +67,11 @@ GPT_SETTINGS = {"init_std": 0.087, "alpha_input": 9.17, "alpha_output": 1.095, "
 
 
 def gpt_check(*, steps=3, seeds=3, batch_size=4, seq_len=32, make_model=None, **changes):
-    text, _ = data.split(data.standard_library())
+    text, _ = split(standard_library())
     return smupar.coord_check(
         make_model or (lambda width: GPT(ModelConfig(width=width, depth=2))),
         next_token_loss,
-        [data.batch(text, seed=0, step=step, batch_size=batch_size, seq_len=seq_len) for step in range(steps)],
+        [read_batch(text, seed=0, step=step, batch_size=batch_size, seq_len=seq_len) for step in range(steps)],
         steps=steps,
         seeds=seeds,
         progress=False,

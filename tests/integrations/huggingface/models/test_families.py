@@ -19,7 +19,7 @@ from transformers import (
 
 import smupar
 from smupar.integrations import huggingface
-from smupar.lm.data import batches as data
+from smupar.lm.data.batches import read_batch, split, standard_library
 from smupar.plan.scales.attention import find_attentions
 from tests.integrations.huggingface.tiny import EVERY_KIND, KINDS, LLAMA, SPECIAL, build, images
 
@@ -147,8 +147,8 @@ def batches(kind, steps):
     if kind == "vit":
         # Without doubt the pictures are learned in a few steps, in fewer by wider models, and gradients vanish with the loss.
         return [dict(zip(("pixel_values", "labels"), images(128, step, doubt=0.5), strict=True)) for step in range(steps)]
-    text, _ = data.split(data.standard_library())
-    tokens = [data.batch(text, seed=0, step=step, batch_size=16, seq_len=32)[0].long() for step in range(steps)]
+    text, _ = split(standard_library())
+    tokens = [read_batch(text, seed=0, step=step, batch_size=16, seq_len=32)[0].long() for step in range(steps)]
     return [{"input_ids": one, "labels": one, "attention_mask": torch.ones_like(one)} for one in tokens]
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from smupar.study.space import grid, parse_axis
+from smupar.study.axes import grid, parse_axis
 from tests.study.tiny import AXES, TINY
 
 

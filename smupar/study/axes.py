@@ -4,41 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, get_args, get_type_hints
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, get_args, get_type_hints
 
-from smupar.lm.config.fields import changed
 from smupar.lm.config.run import ModelConfig, RunConfig
 from smupar.plan.settings import refuse
+from smupar.study.configs import refuse_unknown_field, with_fields
 
-_Item = TypeVar("_Item")
 _SMALLEST, _LARGEST = -1022, 1023  # exponents of normal floating-point numbers, far more than an axis needs
 _MODEL = {field.name for field in dataclasses.fields(ModelConfig)}
 _FIELDS = _MODEL | {field.name for field in dataclasses.fields(RunConfig)} - {"model"}
-
-
-def unique(configs: Iterable[RunConfig]) -> list[RunConfig]:
-    """Each run once, in order of first appearance."""
-    return list({config.id: config for config in configs}.values())
-
-
-def grouped(items: Iterable[_Item], key: Callable[[_Item], str]) -> list[list[_Item]]:
-    """The items grouped by key. Groups are in the order of their first items."""
-    groups: dict[str, list[_Item]] = {}
-    for item in items:
-        groups.setdefault(key(item), []).append(item)
-    return list(groups.values())
-
-
-def with_fields(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
-    """The run with some fields changed. Fields of the model are named without a prefix."""
-    for name in values:
-        refuse_unknown_field(name)
-    return changed(config, values).normalised
-
-
-def refuse_unknown_field(name: str) -> None:
-    refuse(name not in _FIELDS, f"a run has no field called {name!r}: choose among {', '.join(sorted(_FIELDS))}")
 
 
 def grid(config: RunConfig, axes: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig]:
