@@ -30,8 +30,8 @@ from smupar.lm.run.folder import TRACE_FILE
 from smupar.paper.fig12 import with_moving_masks
 from smupar.paper.figure import NUM_SPREADS, USUAL_SPREAD, Claim, Figure, Rows, all_of
 from smupar.paper.settings import Scale
-from smupar.study.configs import unique
 from smupar.study.curves import LOSS, Line, Panel, Point
+from smupar.study.run_configs import unique
 from smupar.study.store import Study
 
 MEASURED, SMUPAR, CONSTANT, FUNCTION = "measured", "smupar", "constant", "function"

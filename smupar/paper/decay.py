@@ -18,8 +18,8 @@ from smupar.lm.config.run import RunConfig
 from smupar.paper.figure import Claim, Figure, Rows, all_of, density_in_words, valid_loss
 from smupar.paper.settings import WEIGHT_DECAY, Scale
 from smupar.rules import DECAYED
-from smupar.study.configs import with_fields
 from smupar.study.curves import Line, Panel, Point
+from smupar.study.run_configs import with_fields
 
 DECAYS = (0.0, 0.03, 0.1, 0.2, 0.4)
 _NEAR = 0.005  # a decay counts as good as the best one if it costs no more than this share of the loss

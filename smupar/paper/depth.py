@@ -15,10 +15,10 @@ from smupar.lm.config.run import RunConfig
 from smupar.paper.figure import MORE, STABLE, Claim, Figure, Rows, all_of, density_in_words, edge, panel
 from smupar.paper.settings import Scale
 from smupar.rules import DEPTH_RULES
-from smupar.study.configs import unique, with_fields
 from smupar.study.curves import LOSS, Panel
 from smupar.study.definition import curve_of
 from smupar.study.optima import Curve, farthest_move, times
+from smupar.study.run_configs import unique, with_fields
 from smupar.study.store import Result
 
 _NEAR = 0.005  # a learning rate counts as good as the best one if it costs no more than this share of the loss

@@ -16,8 +16,8 @@ from smupar.output.tables import aligned
 from smupar.paper.decay import decay_run
 from smupar.paper.figure import STABLE, Claim, Figure, Place, Rows, all_of
 from smupar.paper.settings import WEIGHT_DECAY, Scale
-from smupar.study.configs import with_fields
 from smupar.study.curves import Line, Panel, Point
+from smupar.study.run_configs import with_fields
 from smupar.updates.trace import Trace
 
 _DENSITIES = {"cpu": (1.0, 1 / 8), "small": (1.0, 1 / 8, 1 / 32), "paper": (1.0, 1 / 8, 1 / 32)}

@@ -30,8 +30,8 @@ from smupar.paper.figure import (
 )
 from smupar.paper.settings import Scale
 from smupar.study.comparison import as_rule
-from smupar.study.configs import unique
 from smupar.study.curves import Line, Panel, Point
+from smupar.study.run_configs import unique
 from smupar.study.store import Study
 
 _CORRELATION = 0.8

@@ -28,9 +28,9 @@ from smupar.paper.figure import (
     title,
 )
 from smupar.paper.settings import Scale
-from smupar.study.configs import unique
 from smupar.study.curves import Panel
 from smupar.study.optima import Curve, farthest_move, times
+from smupar.study.run_configs import unique
 from smupar.study.store import Study
 
 METHODS = {"gmp": "GMP", "rigl": "RigL"}

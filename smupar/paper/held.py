@@ -18,8 +18,8 @@ from smupar.lm.config.run import RunConfig
 from smupar.paper.decay import LR, decay_run
 from smupar.paper.figure import Claim, Figure, Rows, all_of, density_in_words, valid_loss
 from smupar.paper.settings import Scale
-from smupar.study.configs import unique
 from smupar.study.curves import Line, Panel, Point
+from smupar.study.run_configs import unique
 
 NO_DECAY, DECAY, HIDDEN, NORMS, HELD = "no decay", "decay", "decay of hidden weights", "decay of norms", "size held"
 _WAYS: dict[str, dict[str, object]] = {

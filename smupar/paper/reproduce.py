@@ -33,13 +33,13 @@ from smupar.paper.figure import Claim, Figure, Place
 from smupar.paper.published import restore
 from smupar.paper.settings import CLIP, WEIGHT_DECAY, Scale, ScaleName
 from smupar.study.config import EngineConfig
-from smupar.study.configs import unique
 from smupar.study.curves import chart_of
 from smupar.study.definition import Stage, StudyDefinition, with_more_seeds
 from smupar.study.engines import run_study
 from smupar.study.forecast import forecast
 from smupar.study.picture import draw_png
 from smupar.study.reproduction import CLAIM, PAGE, define_reproduction
+from smupar.study.run_configs import unique
 from smupar.study.store import Result, Study, row_of, write_rows
 from smupar.study.view import result_rows, table_of
 

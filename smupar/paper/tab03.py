@@ -10,8 +10,8 @@ from smupar.output.colours import rule_colour
 from smupar.paper.figure import Claim, Figure, Rows
 from smupar.paper.settings import Scale
 from smupar.study.config import TUNED, TuneConfig
-from smupar.study.configs import with_fields
 from smupar.study.curves import Line, Panel, Point
+from smupar.study.run_configs import with_fields
 from smupar.study.store import Result
 from smupar.study.tune import propose, tune_panels
 

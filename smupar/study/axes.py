@@ -9,7 +9,7 @@ from typing import Any, get_args, get_type_hints
 
 from smupar.lm.config.run import ModelConfig, RunConfig
 from smupar.plan.settings import refuse
-from smupar.study.configs import refuse_unknown_field, with_fields
+from smupar.study.run_configs import refuse_unknown_field, with_fields
 
 _SMALLEST, _LARGEST = -1022, 1023  # exponents of normal floating-point numbers, far more than an axis needs
 _MODEL = {field.name for field in dataclasses.fields(ModelConfig)}

@@ -10,9 +10,9 @@ from typing import Any
 
 from smupar.lm.config.run import RunConfig
 from smupar.output.page.document import Answer
-from smupar.study.configs import grouped, with_fields
 from smupar.study.curves import Panel
 from smupar.study.optima import Curve
+from smupar.study.run_configs import grouped, with_fields
 from smupar.study.store import Result, Study, row_of
 
 # Proposes runs, given the results that the study has so far.

@@ -34,9 +34,9 @@ from smupar.output.terminal import say
 from smupar.plan.facts.optimizers import family_of
 from smupar.plan.plan import PlanWarning
 from smupar.study.config import EngineConfig, EngineName
-from smupar.study.configs import grouped, unique
 from smupar.study.definition import Stage, StudyDefinition
 from smupar.study.live import beating, write_planned
+from smupar.study.run_configs import grouped, unique
 from smupar.study.stack_training import StudyProgress, train_stack
 from smupar.study.stacks import Division, recorded_divisions, remove_leftovers, without
 from smupar.study.store import Study

@@ -29,9 +29,9 @@ from smupar.lm.run.signals import handled
 from smupar.output.optional import first_line, optional
 from smupar.output.progress import Display
 from smupar.plan.settings import refuse
-from smupar.study.configs import unique
 from smupar.study.engines import groups, run_group
 from smupar.study.live import beating
+from smupar.study.run_configs import unique
 from smupar.study.stack_training import StudyProgress
 from smupar.study.stacks import recorded_divisions, without
 from smupar.study.store import Study

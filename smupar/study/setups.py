@@ -12,7 +12,7 @@ from smupar.plan.settings import refuse
 from smupar.rules import get_rule
 from smupar.study.comparison import as_rule, sp_init_std
 from smupar.study.config import TransferConfig
-from smupar.study.configs import with_fields
+from smupar.study.run_configs import with_fields
 
 MEASURED, MOMENT = "measured", "moment"
 OURS = {MEASURED: "measured updates", MOMENT: "SmuPar, density of the moment"}

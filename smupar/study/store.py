@@ -36,7 +36,7 @@ from smupar.output.optional import optional
 from smupar.output.sums import SUMS
 from smupar.plan.settings import refuse
 from smupar.study.config import TransferConfig
-from smupar.study.configs import unique
+from smupar.study.run_configs import unique
 
 if TYPE_CHECKING:  # torch takes seconds to load, and the page of a study needs none of it
     from smupar.lm.run.folder import Summary

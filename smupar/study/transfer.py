@@ -15,10 +15,10 @@ from smupar.lm.config.run import RunConfig
 from smupar.output.page.document import Answer, Tone
 from smupar.plan.settings import refuse
 from smupar.study.config import TransferConfig
-from smupar.study.configs import unique
 from smupar.study.curves import LOSS, Line, Panel, Point, line_of
 from smupar.study.definition import Findings, Stage, StudyDefinition, curve_of, seeds_of, with_more_seeds
 from smupar.study.optima import STABLE, Curve, farthest_move, is_lower_bound, move_in_words, moved, times
+from smupar.study.run_configs import unique
 from smupar.study.setups import MEASURED, Setup, proxy_of, run_of, setups_of, title_of
 from smupar.study.store import Result, Study
 

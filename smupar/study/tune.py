@@ -22,9 +22,9 @@ from smupar.output.optional import optional
 from smupar.output.page.document import Answer
 from smupar.plan.settings import refuse
 from smupar.study.config import TUNED, TuneConfig
-from smupar.study.configs import with_fields
 from smupar.study.curves import LOSS, Line, Panel, Point
 from smupar.study.definition import Findings, Stage, StudyDefinition, best_in_words
+from smupar.study.run_configs import with_fields
 from smupar.study.store import Result, Study
 
 FORMAT = "smupar-hps/1"

@@ -27,11 +27,11 @@ from smupar.output.page.document import Chart, Document, PageProgress, PageTable
 from smupar.output.sums import refuse_lost_seal
 from smupar.plan.settings import refuse
 from smupar.rules import get_rule
-from smupar.study.configs import unique
 from smupar.study.curves import Panel, chart_of
 from smupar.study.definition import USUAL, Findings, StudyDefinition, varied_columns
 from smupar.study.live import Signs, read_planned, read_signs, repeated
 from smupar.study.reproduction import reproduction_from_json
+from smupar.study.run_configs import unique
 from smupar.study.store import Result, Study, fields_of
 from smupar.study.sweep import sweep_from_json
 from smupar.study.transfer import transfer_from_json
