@@ -63,9 +63,13 @@ def _times(x: Any, factor: Tensor) -> Any:
     return x * factor
 
 
-def _scale_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    """Scales the output of a lookup, whose input is an index."""
-    return output * getattr(module, FACTOR)
+def _scale_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Scales the output of a lookup, whose input is an index. A table of positions may return a tuple with the rows and the
+    positions, which are not scaled."""
+    factor = getattr(module, FACTOR)
+    if isinstance(output, tuple):
+        return tuple(part * factor if isinstance(part, Tensor) and part.is_floating_point() else part for part in output)
+    return output * factor
 
 
 def _scale_branch(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:

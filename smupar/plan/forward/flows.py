@@ -27,7 +27,7 @@ class Flow:
     is_inside: bool = False  # whether its values come through a weight that scales
     writers: frozenset[str] = frozenset()  # the last scaling weights that its values came through
     logits: frozenset[str] = frozenset()  # the writers whose outputs were not multiplied with other activations
-    choices: frozenset[str] = frozenset()  # weights whose outputs became it through a softmax, sigmoid or sort
+    choices: frozenset[str] = frozenset()  # writers whose outputs became it only through a softmax, sigmoid or sort
     joins: frozenset[int] = frozenset()  # events: the concatenations from which it was computed
     scores: frozenset[int] = frozenset()  # events: the dot products from which it was computed element by element
     shares: frozenset[int] = frozenset()  # events: the dot products of which it is the softmax
@@ -45,7 +45,8 @@ class Flow:
             self.is_inside or other.is_inside,
             self.writers | other.writers,
             self.logits | other.logits,
-            self.choices | other.choices,
+            # An RNN's state comes from its weights through sigmoids and past them.
+            (self.choices - (other.writers - other.choices)) | (other.choices - (self.writers - self.choices)),
             self.joins | other.joins,
             self.scores | other.scores,
             self.shares | other.shares,

@@ -251,8 +251,8 @@ class Operations(UsageRecorder):
             return "square"
         if name in ("div", "mul") and len(inputs) == 2 and marks.count("norm") == 1:
             return "unit"
-        if name == "mul" and len(data) == 2 and data[0].shape == data[1].shape:
-            return "" if marks == ["unit", "unit"] else "product"
+        if _is_product(name, marks, data):
+            return "product"
         return marks[0] if len(data) == 1 and marks[0] in ("norm", "rms", "unit") and name in _KEEP_LENGTH else ""
 
     def _is_quotient_by_size(self, name: str, flows: list[Flow]) -> bool:
@@ -316,6 +316,15 @@ class Operations(UsageRecorder):
             around = (other.path for other, _, branch in self._sums if bit & branch)  # sums whose branch contains this sum
             if not any(_is_in(residual.path, path) for path in around):
                 self.usage.residuals.append(residual)
+
+
+def _is_product(name: str, marks: list[str], data: list[Tensor]) -> bool:
+    """Whether the result has products of entries of two activations, which are not both of length 1."""
+    if name == "mul" and len(data) == 2:
+        return data[0].shape == data[1].shape and marks != ["unit", "unit"]
+    if name == "sub" and len(data) == 2:  # of squares, as in factorization machines
+        return set(marks) <= {"square", "norm"}
+    return name in ("mul", "div", "neg") and marks == ["product"]
 
 
 def _is_in(path: str, other: str) -> bool:

@@ -175,6 +175,31 @@ def test_forward_factors_of_a_tied_weight_differ_by_use():
     assert dict(plan["embedding.weight"].forward) == {"embedding": 9.17, "unembedding": 0.5475}
 
 
+class Positions(nn.Embedding):
+    """Returns the rows and the positions, as ProphetNet's tables do."""
+
+    def forward(self, tokens):
+        positions = torch.arange(tokens.shape[-1])
+        return super().forward(positions), positions
+
+
+class Positioned(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.table, self.positions, self.head = nn.Embedding(9, width), Positions(9, width), nn.Linear(width, 9)
+
+    def forward(self, tokens):
+        return self.head(self.table(tokens) + self.positions(tokens)[0])
+
+
+def test_forward_factor_of_a_table_that_returns_a_tuple_scales_its_rows_alone():
+    model, tokens = Positioned(16), torch.tensor([[1, 4, 2]])
+    smupar.parameterize(model, base=Positioned(8), alpha_input=5.0, example=tokens)
+    rows, positions = model.positions(tokens)
+    assert torch.equal(rows, 5.0 * model.positions.weight[:3])
+    assert positions.tolist() == [0, 1, 2]
+
+
 class Recurrent(nn.Module):
     def __init__(self, width):
         super().__init__()

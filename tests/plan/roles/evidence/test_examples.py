@@ -87,6 +87,28 @@ def test_raw_matrices_of_fixed_size_are_asked_for_and_an_example_decides(block, 
     assert (plan["0.weight"].role, plan["3.weight"].role) == ("embedding", "unembedding")
 
 
+class Pooled(nn.Module):
+    """Attention pooling over the states of an RNN, whose own gates are sigmoids."""
+
+    def __init__(self, width, rnn):
+        super().__init__()
+        self.table, self.rnn = nn.Embedding(40, width), rnn(width, width, batch_first=True)
+        self.keys, self.score = nn.Linear(width, width), nn.Linear(width, 1, bias=False)
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, tokens):
+        states, _ = self.rnn(self.table(tokens))
+        shares = self.score(self.keys(states).tanh()).softmax(1)
+        return self.head((shares * states).sum(1))
+
+
+@pytest.mark.parametrize("rnn", [nn.GRU, nn.LSTM])
+def test_scores_that_weight_the_states_of_an_rnn_are_a_router(rnn):
+    plan = smupar.make_plan(Pooled(64, rnn), base=Pooled(16, rnn), example=TOKENS, density=1 / 4)
+    assert (plan["score.weight"].role, plan["score.weight"].density) == ("router", 1)
+    assert plan["rnn.weight_ih_l0"].role == plan["rnn.weight_hh_l0"].role == "hidden"
+
+
 class Mixer(nn.Module):
     """Mixes 4 patches by layers whose inner size follows the width."""
 
@@ -334,10 +356,19 @@ class Retrieval(nn.Module):
         return self.score(self.left(x), self.right(x))
 
 
+def _pairs(parts):
+    """Products of all pairs of parts, as a factorization machine computes them."""
+    return 0.5 * (parts.sum(0).square() - parts.square().sum(0))
+
+
 SCORES = {
     "matrix of scores": (lambda a, b: a @ b.mT, True),
     "sum of products": (lambda a, b: (a * b).sum(-1), True),
     "einsum": (lambda a, b: torch.einsum("btd,bsd->bts", a, b), True),
+    "halved": (lambda a, b: (0.5 * (a * b)).sum(-1), True),
+    "difference of squares": (lambda a, b: ((a + b).square() - (a - b).square()).sum(-1), True),
+    "factorization machine": (lambda a, b: _pairs(torch.stack([a, b])).sum(-1), True),
+    "variance": (lambda a, b: a.square().mean(-1) - a.mean(-1).square() + b.sum(-1), False),
     "mean of products": (lambda a, b: (a * b).mean(-1), False),
     "cosine": (lambda a, b: F.cosine_similarity(a, b, dim=-1), False),
     "normalised": (lambda a, b: F.normalize(a, dim=-1) @ F.normalize(b, dim=-1).mT, False),
