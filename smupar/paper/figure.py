@@ -1,9 +1,9 @@
 """Defines ``Figure``, and functions that the files of figures share: reading curves from results, drawing them, and making
 claims with numbers.
 
-Each figure or table is one file that ends with ``FIGURE = Figure(...)``; reproduce.py runs it, publish.py writes its page. A
-figure must have a title, a sentence on what the paper shows, and a claim that can fail. The rest is optional, and is called in
-this order:
+Each figure or table is one file that ends with ``FIGURE = Figure(...)``; reproduce.py runs it, page.py shows it while it runs
+and when it is judged, publish.py writes its page in the docs. A figure must have a title, a sentence on what the paper shows,
+and a claim that can fail. The rest is optional, and is called in this order:
 
 prepare         raises before anything is trained if something is missing
 runs, then      proposes the runs to train; ``then`` proposes runs that depend on the results of the first

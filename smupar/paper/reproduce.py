@@ -26,10 +26,10 @@ from smupar.lm.run.distributed import device_name, pick_device
 from smupar.lm.run.folder import versions
 from smupar.output.files import write_atomic
 from smupar.output.page import write_page
-from smupar.output.page.document import Answer, Document, Tone
 from smupar.output.pictures import missing_pictures
 from smupar.output.terminal import say
 from smupar.paper.figure import Claim, Figure, Place
+from smupar.paper.page import ANSWERS, GrowingPage, judged
 from smupar.paper.published import restore
 from smupar.paper.settings import CLIP, WEIGHT_DECAY, Scale, ScaleName
 from smupar.study.config import EngineConfig
@@ -41,7 +41,7 @@ from smupar.study.picture import draw_png
 from smupar.study.reproduction import CLAIM, PAGE, define_reproduction
 from smupar.study.run_configs import unique
 from smupar.study.store import Result, Study, row_of, write_rows
-from smupar.study.view import result_rows, table_of
+from smupar.study.view import result_rows
 
 DEFAULT_OUT = "runs/reproduce"
 EVERY = "all"  # what the command calls all figures
@@ -55,12 +55,6 @@ FINDINGS = {
     2: "With SP and muP, dense and sparse networks do not share the same optimal hyperparameters",
     3: "SmuPar enables stable activation and stable optimal hyperparameters for any width and sparsity",
     4: "Sparse networks trained with SmuPar improve over SP and muP due to improved tuning",
-}
-_ANSWERS: dict[bool | None, str] = {True: "HOLDS", False: "DOES NOT HOLD", None: "CANNOT TELL"}
-_HEADLINES: dict[bool | None, str] = {
-    True: "Holds at scale {scale}{parts}.",
-    False: "Does not hold at scale {scale}{parts}.",
-    None: "Scale {scale} cannot tell{parts}.",
 }
 _GIB = 2**30
 _GPT2_VOCAB = 50257
@@ -92,7 +86,7 @@ class Reproduced:
 
 
 def verdict_of(claim: Claim) -> str:
-    return _ANSWERS[claim.holds]
+    return ANSWERS[claim.holds]
 
 
 def figure(name: str) -> Figure:
@@ -181,52 +175,12 @@ def reproduce(
     claim = fig.claim(measured)
     about = {"figure": name, "title": fig.title, "scale": asdict(scale), "smupar": __version__}
     facts: dict[str, Any] = {**about, "runs": len(rows), **asdict(claim)}
-    write_page(place.folder / PAGE, _document(name, fig, claim, place, rows, measured))
+    charts = [chart_of(panel) for panel in panels]
+    write_page(
+        place.folder / PAGE, judged(name, fig, claim, place, _command(name, scale, _out(place)), charts, result_rows(rows))
+    )
     write_atomic(place.folder / CLAIM, json.dumps(facts, indent=1))  # last, since it says that the page is there
     return Reproduced(name, claim, place.folder, rows, files, missing)
-
-
-def _document(name: str, fig: Figure, claim: Claim, place: Place, rows: Sequence[Result], measured: Any) -> Document:
-    """The page of a figure: the parts of the claim, the charts and the runs."""
-    scale = place.scale
-    text = place.folder / "table.txt"
-    return {
-        "kind": "reproduction",
-        "title": f"{name}: {fig.title}",
-        "headline": _HEADLINES[claim.holds].format(scale=scale.name, parts=parts_in_words(claim)),
-        "sentence": f"The paper: {fig.shows}",
-        "answers": [_answer(part) for part in claim.parts or (claim,)],
-        "charts": [chart_of(panel) for panel in fig.draw(measured)] if fig.draw else [],
-        "table": table_of(result_rows(rows)),
-        "progress": None,
-        "curves": {},
-        "command": _command(name, scale, _out(place)),
-        "folder": str(place.folder),
-        "details": [("Table", text.read_text(encoding="utf-8"))] if text.exists() else [],
-        "is_live": False,
-        "made": time.time(),
-    }
-
-
-def _answer(claim: Claim) -> Answer:
-    tones: dict[bool | None, Tone] = {True: "good", False: "bad", None: "unclear"}
-    return {
-        "name": "",
-        "value": _ANSWERS[claim.holds].lower(),
-        "text": "\n".join(filter(None, (_capital(claim.statement), claim.numbers))),
-        "tone": tones[claim.holds],
-        "rule": "",
-    }
-
-
-def parts_in_words(claim: Claim) -> str:
-    """How many parts of a claim hold, if they differ."""
-    holding = [part.holds for part in claim.parts].count(True)
-    return f": {holding} of {len(claim.parts)} parts hold" if len(claim.parts) > 1 and holding < len(claim.parts) else ""
-
-
-def _capital(text: str) -> str:
-    return text if text.startswith("muP") else text[:1].upper() + text[1:]
 
 
 # Results, the sha256 of the files that their runs read, and the number of runs that have not ended.
@@ -241,10 +195,11 @@ def _results_of_all(name: str, fig: Figure, stages: Sequence[Stage], place: Plac
         _refuse_device(name, scale, every, pick_device(how.device), asked=how.device != "auto")
     if fig.prepare:
         fig.prepare(place.data_dir)
-    first, *others = stages
-    definition = _definition([partial(_announced, first, place.folder), *others], scale)
+    page = GrowingPage(name, fig, place, _command(name, scale, _out(place)))
+    definition = _definition([page.announcing(stage) for stage in stages], scale)
     command = _command(EVERY, scale, _out(place))
-    with run_study(place.runs.parent, definition, command, how, keeps_weights=fig.keeps_weights) as (study, configs):
+    running = run_study(place.runs.parent, definition, command, how, keeps_weights=fig.keeps_weights)
+    with page.growing(), running as (study, configs):
         return study.results(configs), study.files(configs), 0
 
 
@@ -279,13 +234,6 @@ def _stages(fig: Figure, configs: Sequence[RunConfig], scale: Scale, published: 
     if published and not (fig.measure and fig.keeps_weights):  # a figure that needs weights cannot reuse rows
         stages = [partial(_restored, stage, published, scale) for stage in stages]
     return stages
-
-
-def _announced(stage: Stage, folder: Path, study: Study) -> Sequence[RunConfig]:
-    """The runs of a stage. Makes the folder of its figure, so that the page of the study names figures without a claim."""
-    if study.may_write:
-        folder.mkdir(parents=True, exist_ok=True)
-    return stage(study)
 
 
 def _restored(stage: Stage, published: str, scale: Scale, study: Study) -> Sequence[RunConfig]:

@@ -39,7 +39,7 @@ def _read(study: Study) -> Findings:
 
 
 def _state(study: Study) -> object:
-    return [(folder.name, changed_at(folder / CLAIM)) for folder in _figures(study)]
+    return [(folder.name, changed_at(folder / CLAIM), (folder / PAGE).exists()) for folder in _figures(study)]
 
 
 def _figures(study: Study) -> list[Path]:
@@ -50,8 +50,10 @@ def _figures(study: Study) -> list[Path]:
 
 def _card(folder: Path) -> Answer | None:
     """The card of a figure; None if its claim is damaged."""
+    link = f"../{folder.name}/{PAGE}" if (folder / PAGE).exists() else ""
     if not (folder / CLAIM).exists():
-        return {"name": folder.name, "value": "not judged yet", "text": "", "tone": "plain", "rule": ""}
+        card: Answer = {"name": folder.name, "value": "not judged yet", "text": "", "tone": "plain", "rule": ""}
+        return {**card, "link": link} if link else card
     try:
         claim = read_object(folder / CLAIM, remedy="")
         value, tone = _VALUES[claim["holds"]]
@@ -59,12 +61,10 @@ def _card(folder: Path) -> Answer | None:
         parts = f"{holding.count(True)} of {len(holding)} parts hold" if not all(holding) else ""
         runs = f"{claim['runs']} runs" if claim["runs"] else ""
         text = "\n".join(filter(None, (claim.get("title"), "; ".join(filter(None, (parts, runs))))))
-        card: Answer = {"name": claim["figure"], "value": value, "text": text, "tone": tone, "rule": ""}
+        card = {"name": claim["figure"], "value": value, "text": text, "tone": tone, "rule": ""}
     except (ValueError, OSError, *WRONG_TYPES):
         return None
-    if (folder / PAGE).exists():
-        card["link"] = f"../{folder.name}/{PAGE}"
-    return card
+    return {**card, "link": link} if link else card
 
 
 def _counted(cards: Sequence[Answer]) -> str:

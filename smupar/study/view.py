@@ -121,7 +121,7 @@ class StudyView:
         results = self.study.results()
         findings, charts = self._read(waiting)
         rows = self._rows(results, waiting, signs)
-        progress = _progress(rows, signs)
+        progress = progress_of(rows, signs)
         found = " ".join(findings.doubts) if findings.answers else findings.sentence  # the cards show the rest
         sentences = (left_out(self.study), found, mixed_decay(findings.results))  # the page shows how many runs are done
         return {
@@ -195,11 +195,7 @@ class StudyView:
 
     def _rows(self, results: Sequence[Result], waiting: Mapping[str, Mapping[str, Any]], signs: Signs) -> list[dict[str, Any]]:
         rows = [self.study.rows[result.config.id] for result in results]
-        for run, fields in waiting.items():
-            losses = signs.losses.get(run) or ([[0, None]] if run in signs.states else [])
-            state = signs.states.get(run, "waiting")
-            last = {"loss": losses[-1][1], "steps_done": losses[-1][0]} if losses else {}
-            rows.append(dict(fields) | dict.fromkeys(_ENDS) | last | {"state": state})
+        rows += [unfinished_row(run, fields, signs) for run, fields in waiting.items()]
         shared = _rules_of_dense_runs(self._described["definition"], rows)
         return [row | {"rule": _shown_rule(row, shared)} for row in rows]
 
@@ -244,6 +240,13 @@ def result_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
     rows = [_row(fields_of(result.config), asdict(result.summary)) for result in results]
     shared = _rules_of_dense_runs({}, rows)
     return [row | {"rule": _shown_rule(row, shared)} for row in rows]
+
+
+def unfinished_row(run: str, fields: Mapping[str, Any], signs: Signs) -> dict[str, Any]:
+    """The row of a run that waits or is being trained, with its loss so far."""
+    losses = signs.losses.get(run) or ([[0, None]] if run in signs.states else [])
+    last = {"loss": losses[-1][1], "steps_done": losses[-1][0]} if losses else {}
+    return dict(fields) | dict.fromkeys(_ENDS) | last | {"state": signs.states.get(run, "waiting")}
 
 
 def _row(fields: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -346,7 +349,7 @@ def _shown_rule(row: Mapping[str, Any], of_dense_runs: str) -> str:
     return "measured updates" if row.get("follow") else get_rule(row["rule"]).title
 
 
-def _progress(rows: Sequence[Mapping[str, Any]], signs: Signs) -> PageProgress:
+def progress_of(rows: Sequence[Mapping[str, Any]], signs: Signs) -> PageProgress:
     states = [row["state"] for row in rows]
     speeds = [worker["tokens_per_second"] for worker in signs.workers if worker["state"] == "running"]
     return {

@@ -18,6 +18,7 @@ from smupar.output.page import read_page
 from smupar.paper import publish, tab02
 from smupar.paper.fig14 import WITH_ABLATIONS
 from smupar.paper.figure import Place, curve
+from smupar.paper.page import GrowingPage
 from smupar.paper.reproduce import FIGURES, FINDINGS, dry_run, figure, listed, make_scale, reproduce
 from smupar.paper.settings import TABLE_4, Scale, iso_width, wpn_width
 from smupar.study.config import EngineConfig
@@ -220,3 +221,36 @@ def test_table_2_evaluates_the_runs_that_a_study_kept(tmp_path, capsys):
     assert "SP 0.75" in table
     assert "SmuPar 0.75" in table
     assert "random" in table
+
+
+def test_page_of_a_figure_fills_in_while_its_runs_are_trained(tmp_path):
+    fig, place = figure("fig06"), Place(CPU, tmp_path / "fig06", tmp_path / "study" / "runs")
+    place.folder.mkdir()
+    (place.folder / "claim.json").write_text("{}")  # of an earlier command, about fewer runs
+    rows = parabolas(fig11.runs(CPU), lambda run: -7)
+    runs = [row.config for row in rows]
+    fig = replace(fig, swept=("wpn", "lr"))
+    page = GrowingPage("fig06", fig, place, "smupar reproduce fig06")
+
+    def document():
+        page.write()
+        return read_page(place.folder / "report.html")
+
+    with Study.open(tmp_path / "study", {"kind": "reproduce"}, "") as study:
+        page.announcing(lambda study: runs)(study)
+        assert not (place.folder / "claim.json").exists()
+        assert (document()["progress"]["done"], document()["progress"]["total"]) == (0, len(runs))
+        for row in rows[:-1]:
+            study.add(row.config, row.summary)
+        shown = document()
+        assert (shown["headline"], shown["answers"]) == ("Not judged yet.", [])
+        assert (shown["progress"]["done"], shown["progress"]["waiting"]) == (len(runs) - 1, 1)
+        assert [chart["title"] for chart in shown["charts"]] == [
+            "SP"
+        ]  # muP and SmuPar have no runs here, so fig06 has no charts
+        points = [point for line in shown["charts"][0]["lines"] for point in line["points"]]
+        assert {run for point in points for run in point["runs"]} == {run.id for run in runs}
+        study.add(rows[-1].config, rows[-1].summary)
+        (place.folder / "report.html").unlink()
+        page.write()
+    assert not (place.folder / "report.html").exists()  # the figure is judged now

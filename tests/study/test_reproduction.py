@@ -43,6 +43,10 @@ def test_card_appears_when_its_figure_is_judged(tmp_path):
     make_study(tmp_path / "study", definition=SHARED)
     view = StudyView(tmp_path / "study")
     assert view.document()["headline"] == "No figure has been judged yet."
+    (tmp_path / "fig08").mkdir()
+    (tmp_path / "fig08" / "report.html").write_text("")  # its runs are being trained
+    (card,) = view.document()["answers"]
+    assert (card["value"], card["link"]) == ("not judged yet", "../fig08/report.html")
     before = view.version
     judged(tmp_path / "fig06", True)
     assert view.version != before
