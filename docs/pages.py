@@ -69,7 +69,9 @@ def _scripts(paths: list[str], up: str) -> str:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Turns links to files of the repository into links to their pages."""
+    """Turns links to files of the repository into links to their pages, and pictures into links to themselves in full size, as
+    on GitHub."""
+    markdown = re.sub(r"^(!\[[^\]]*\]\(([\w./-]+\.png)\))$", r"[\1](\2)", markdown, flags=re.MULTILINE)
     markdown = markdown.replace("](../examples/tour.ipynb)", "](tour.md)")
     return re.sub(r"\]\(\.\./examples/(\w+)\.py\)", r"](examples/\1.md)", markdown)
 

@@ -33,6 +33,7 @@ def test_site_has_examples_arguments_and_readme(site):
     assert 'href="idea.html"' in home
     assert (site / "images" / "three-rules.png").exists()
     assert 'src="images/three-rules.png"' in home
+    assert re.search(r'<a href="fig12.png"><img [^>]*src="fig12.png"', (site / "results" / "fig12.html").read_text())
 
 
 def test_no_page_loads_anything_from_elsewhere(site):
