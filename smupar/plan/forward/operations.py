@@ -130,6 +130,7 @@ class Operations(UsageRecorder):
         for number in flows[0].shares | flows[1].shares:
             self.usage.attention[number] = self.usage.events[number].path
         self.route(*flows)
+        self.multiply(*flows)
         flow = replace(flows[0] | flows[1], is_data=True, shares=frozenset(), logits=frozenset())
         if all(factor.is_data for factor in flows):
             tensor, dims = first
@@ -224,6 +225,8 @@ class Operations(UsageRecorder):
             return flow
         if name == "mul" and data[0].shape != data[1].shape:  # a product of equal shapes is a gate on each entry, as in a GLU
             self.route(*(self.known_of(tensor).flow for tensor in data))
+        if name == "mul":
+            self.multiply(*(self.known_of(tensor).flow for tensor in data))
         return replace(flow, logits=frozenset())
 
     def _join(self, args: Any, inputs: list[Tensor], output: Tensor) -> int:

@@ -84,6 +84,22 @@ class UsageRecorder:
                 for name in choice.writers:
                     self.usage.uses[name].routes = True
 
+    def multiply(self, first: Flow, second: Flow) -> None:
+        """Records that outputs of weights are multiplied. A softmax or sigmoid of an output does not vanish with it, so it does
+        not count."""
+        if not first.is_choice and not second.is_choice:
+            for name in first.writers:
+                self.usage.uses[name].multiplied_by |= second.writers - first.writers
+            for name in second.writers:
+                self.usage.uses[name].multiplied_by |= first.writers - second.writers
+
+    def end_products(self) -> None:
+        """Finds the weights that make the output only together with a weight that is registered later."""
+        later: set[str] = set()
+        for name, use in reversed(self.usage.uses.items()):
+            use.is_factor = use.makes_output and bool(use.multiplied_by & later)
+            later |= {name} if use.makes_output else set()
+
     def mark_end(self, path: str, tensor: Tensor) -> None:
         """Marks a tensor as the output of a module, unless another module made it: then ``usage.same`` records that one."""
         known = self.known_of(tensor)

@@ -33,6 +33,8 @@ class Use:
     makes_normed_output: bool = False  # the same, but the output is divided by its norm on the way
     is_inside: bool = False  # its output reaches another scaling weight
     routes: bool = False  # a softmax, sigmoid or top-k of its output multiplies or chooses what other weights wrote
+    multiplied_by: set[str] = field(default_factory=set)  # weights whose outputs its own output was multiplied by
+    is_factor: bool = False  # with a weight that is registered later, it makes a product that reaches the model's output
     reads_constant: bool = False  # in some product, the other factor does not depend on the example
 
     @property

@@ -36,6 +36,7 @@ def watch(model: nn.Module, example: Example, *, scaling: Mapping[str, Dims], re
             output = copied(*args, **kwargs)
         operations.end_residuals()
         _record_output(operations, output)
+        operations.end_products()
         return operations.usage
 
     return remembered(model, (example, scaling, reads), lambda: run_copy(model, example, run))

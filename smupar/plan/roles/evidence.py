@@ -117,6 +117,7 @@ def _seen_product(tensor: ParameterView, use: Use) -> Seen:
             makes_output=use.makes_output,
             makes_normed_output=use.makes_normed_output,
             is_inside=use.is_inside,
+            is_factor=use.is_factor,
             routes=use.routes,
         )
     return Seen("unclear", why=why)

@@ -40,6 +40,7 @@ class Seen:
     makes_output: bool = False  # whether its output reaches the model's output with no other scaling weight in between
     makes_normed_output: bool = False  # the same, but the output is divided by its norm on the way
     is_inside: bool = False  # whether its output reaches another scaling weight
+    is_factor: bool = False  # whether it makes the model's output in a product with the output of a later weight
     routes: bool = False  # whether a softmax, sigmoid or top-k of its output multiplies or chooses outputs of other layers
     why: str = ""  # why it is unclear
 

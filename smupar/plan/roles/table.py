@@ -160,6 +160,16 @@ ROLE_TABLE = (
         _input_dims,
     ),
     Case(
+        "has a scaling input and a fixed output, which the example multiplies with the output of a later weight to make the "
+        "model's output",
+        lambda t, n: t.reads_scaling and _seen(t).makes_output and _seen(t).is_factor,
+        ASK,
+        "makes the model's output in a product with the output of another weight: of the weights in one product, only one may "
+        "be the unembedding, or the product vanishes as the width grows; the others are hidden",
+        "hidden",
+        _input_dims,
+    ),
+    Case(
         "has a scaling input and a fixed output, from which the example makes the model's output both with and without a norm",
         lambda t, n: t.reads_scaling and _seen(t).makes_output and _seen(t).makes_normed_output,
         ASK,

@@ -345,6 +345,40 @@ def test_concatenation_of_parts_that_all_scale_is_not_noted():
 # Products that no layer shows
 
 
+class Towers(nn.Module):
+    """Two towers with outputs of fixed size."""
+
+    def __init__(self, width, score):
+        super().__init__()
+        self.left, self.right = (nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 8)) for _ in range(2))
+        self.score = score
+
+    def forward(self, x):
+        return self.score(self.left(x), self.right(x))
+
+
+PRODUCTS = {
+    "dot product": (lambda a, b: (a * b).sum(-1), True),
+    "matrix of scores": (lambda a, b: a @ b.mT, True),
+    "product": (lambda a, b: a * b, True),
+    "sum": (lambda a, b: a + b, False),
+    "gate": (lambda a, b: a.sigmoid() * b, False),
+    "cosine": (lambda a, b: F.cosine_similarity(a, b, dim=-1), False),
+}
+
+
+@pytest.mark.parametrize(("score", "is_asked"), PRODUCTS.values(), ids=PRODUCTS)
+def test_readouts_are_asked_for_if_the_output_is_their_product(score, is_asked):
+    model, base, x = Towers(64, score), Towers(16, score), torch.randn(4, 6)
+    if not is_asked:
+        smupar.make_plan(model, base=base, example=x)
+        return
+    roles = suggested(refusal(model, base=base, example=x, match="product vanishes"))
+    assert roles == {"left.2.weight": ("hidden", 1)}
+    plan = smupar.make_plan(model, base=base, example=x, roles=roles)
+    assert plan["right.2.weight"].role == "unembedding"
+
+
 class Retrieval(nn.Module):
     def __init__(self, width, score):
         super().__init__()
