@@ -24,7 +24,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Two stages: with half the resolution come twice the channels."""
+    """Two stages. The second has half the resolution and twice the channels."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -191,7 +191,8 @@ class Pruning(_KeepLargest):
 
 @dataclass(frozen=True)
 class Rounds(_KeepLargest):
-    """Pruning in rounds, each of which keeps the same share of the weights. Then training starts again from step ``rewind``."""
+    """Pruning in rounds. Each round keeps the same share of the weights, and training then starts again from step
+    ``rewind``."""
 
     every: int
     rounds: int

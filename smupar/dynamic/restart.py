@@ -22,8 +22,9 @@ class Restart:
     """Replaces Adam's updates of grown weights by those with the right bias correction.
 
     Adam divides its averages by a correction for their start at 0, which depends on the number of the optimizer's steps. The
-    averages of a grown weight started later, so this correction is wrong for it. After each step, this class changes the weight
-    by the difference. ``born`` has the step after which each weight grew; it is 0 for weights of the first mask.
+    averages of a grown weight started later, so this correction is wrong for it. After each step, this class adds to the weight
+    the difference that the right correction makes. ``born`` has the step after which each weight grew; it is 0 for weights of
+    the first mask.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, optimizers: Sequence[Optimizer]) -> None:
@@ -41,7 +42,7 @@ class Restart:
 
     def install(self) -> None:
         for optimizer in self.optimizers:
-            # The model owns the phase, so that it replaces that of an earlier sparsifier. Both together would correct twice.
+            # The model owns the phase, so that it replaces the phase of an earlier sparsifier. Two phases would correct twice.
             seam_of(optimizer).add(self.model, correct=self._correct)
 
     def note(self, weight: Weight, change: MaskChange) -> None:

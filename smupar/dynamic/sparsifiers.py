@@ -304,7 +304,8 @@ class Sparsifier(_AnySparsifier):
         self._stepped |= not step.was_noop
 
     def _request_gradients(self) -> None:
-        """Requests the dense gradient of the next step if masks grow by it, and drops that of the last step."""
+        """Requests the dense gradient of the next step if it decides which weights grow, and drops the dense gradient of the
+        last step."""
         for weight in self.weights().values():
             weight.dense_gradient.request(self.needs_gradient(self.num_steps + 1))
 

@@ -45,8 +45,8 @@ def call(model: nn.Module, example: Any) -> Any:
 
 @torch.no_grad()
 def set_scales(model: nn.Module, plan: Plan, runs: Sequence[Run]) -> None:
-    """Does the work of ``set_attention_scale``. Each of ``runs`` is a forward pass. An attention module may run in only one of
-    the passes."""
+    """Does the work of ``set_attention_scale``. Each of ``runs`` is a forward pass. An attention module may run in one pass and
+    not in another."""
     attentions = find_attentions(model) if plan.rule != SP.name else []
     scored = [attention for attention in attentions if attention.path not in plan.unscored]
     known = {change.path for change in plan.attention}

@@ -198,7 +198,8 @@ class SparseLinear(nn.Module):
     # The index
 
     def index(self) -> KernelIndex:
-        """The kernel's index. It is made again if masks that move, or a checkpoint, have written to the positions."""
+        """The kernel's index. It is made again if the positions have changed, because masks moved or a checkpoint was
+        loaded."""
         kernel, starts, columns = self.kernel, self.weight_row_starts, self.weight_columns
         made_of = kernel.name, columns.device, starts._version, columns._version
         if self._index is None or self._made_of != made_of:

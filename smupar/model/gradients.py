@@ -85,7 +85,7 @@ def mask_gradient(parameter: nn.Parameter, module: nn.Module, mask_leaf: str) ->
     """Makes sure that a parameter has the hook once."""
     if gradient_mask(parameter) is None:
         frozen = not parameter.requires_grad
-        parameter.requires_grad_(True)  # torch refuses to add a hook to a frozen parameter, but keeps the hook of one
+        parameter.requires_grad_(True)  # torch adds no hook to a frozen parameter, but keeps one that is there
         parameter.register_post_accumulate_grad_hook(MaskGradient(module, mask_leaf))
         parameter.requires_grad_(not frozen)
     else:

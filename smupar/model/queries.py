@@ -104,7 +104,8 @@ def find_queries(model: nn.Module, attention: FoundAttention, runs: Sequence[Run
 
 
 def _rows(model: nn.Module, attention: FoundAttention, layer: str, runs: Sequence[Run]) -> Tensor | None:
-    """Which outputs of a layer are queries: those of the last position on which its logits with earlier keys depend.
+    """Which outputs of a layer are queries. These are the outputs at the last position on which this position's logits with
+    earlier keys depend.
 
     These logits do not depend on the key of the last position. Differences of logits are used, since a model may subtract a
     number from all of them.
@@ -233,7 +234,8 @@ def _hooks(core: nn.Module, watch: _Watch) -> Iterator[None]:
 
 @contextmanager
 def quiet(model: nn.Module) -> Iterator[None]:
-    """Switches to evaluation mode, and restores the modes and the random state afterwards. Gradients stay as they are."""
+    """Switches to evaluation mode, and restores the modes and the random state afterwards. Whether gradients are recorded does
+    not change."""
     modes = {module: module.training for module in model.modules()}
     grad = torch.enable_grad() if torch.is_grad_enabled() else torch.no_grad()
     try:

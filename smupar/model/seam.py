@@ -27,8 +27,8 @@ _PREPARE = ("refuse_replaced", "fit_state", "check_ratios", "set_rates")
 _LOOK = ("look",)
 # ``measure`` sees corrected and masked weights, and the learning rates of the step.
 _FOLLOW_UP = ("correct", "mask", "measure")
-# These run even if an earlier phase raises, since schedulers must not see the rates of a step. If the step itself raises, torch
-# calls no hook after it, and the next step restores the rates.
+# These run even if an earlier phase raises, since schedulers must not see the learning rates that were set for one step. If the
+# step itself raises, torch calls no hook after it, and the next step restores the scheduled rates.
 _ALWAYS = ("restore_rates", "count")
 BEFORE, AFTER = _PREPARE + _LOOK, _FOLLOW_UP + _ALWAYS
 _SEAM = "_smupar_seam"
@@ -52,7 +52,7 @@ Owner = TypeVar("Owner")
 
 class Seam:
     """The phases of one optimizer. Each phase belongs to an owner, and an owner has at most one phase of each name. A second
-    one replaces the first."""
+    phase of that name replaces the first."""
 
     def __init__(self) -> None:
         self.phases: dict[str, dict[Hashable, Phase]] = {}

@@ -113,7 +113,7 @@ class ModelWeight(ABC):
 
     @abstractmethod
     def _write_mask(self, new: Tensor) -> MaskChange:
-        """Changes the mask to ``new``, a whole mask, and the parameter and its gradient with it."""
+        """Changes the mask to ``new``, which is a whole mask, and makes the parameter and its gradient fit the new mask."""
 
     # The gradient and the product
 
@@ -183,7 +183,7 @@ class ModelWeight(ABC):
 
     @abstractmethod
     def is_foreign(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of this shape has the form that the weight does not use: non-zeros or a matrix."""
+        """Whether a tensor of this shape has the other form: a matrix if the weight keeps only non-zeros, or else non-zeros."""
 
     @abstractmethod
     def converted(self, foreign: Tensor) -> Tensor:

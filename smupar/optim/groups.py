@@ -21,7 +21,7 @@ from smupar.plan.settings import choice, match_globs, refuse
 from smupar.rules import DECAYED
 
 HELD = "held"  # the kind of decay of runs that use ``HeldSizes``
-# With a larger LR times decay, a weight forgets what it learned within 20 steps.
+# If LR times decay is larger than this, a weight forgets within 20 steps what it learned.
 _FORGETS = 0.05
 NoDecay = Iterable[str] | Callable[[str, nn.Parameter], bool]
 
@@ -142,7 +142,7 @@ def _warn_of_forgetting(groups: list[dict[str, Any]], optimizer: object) -> None
 
 
 def _warn_of_decay_in_gradient(optimizer: object) -> None:
-    """Warns about optimizers that add weight decay to the gradient and then normalise its size away."""
+    """Warns about optimizers that add weight decay to the gradient, and then normalise the gradient's size away."""
     facts = facts_of(optimizer)
     if facts.eps and not decouples_decay(optimizer):
         warnings.warn(

@@ -1,7 +1,7 @@
 """The colours of rules, in pictures and on the page.
 
-Readers with red-green blindness can tell them apart too. None is close to the green, red and amber of verdicts, and each has a
-contrast of at least 3:1 with the background of its theme. Pictures have the light theme. Tests measure all of this.
+Readers with red-green blindness can tell the colours apart too. No colour is close to the green, red and amber of verdicts.
+Each has a contrast of at least 3:1 with the background of its theme. Pictures have the light theme. Tests measure all of this.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     """Writes a file so that it has either the old or the new content, even if the power fails.
 
     If the path is a link to a file, the link stays, and the file is written. A device or a pipe is written to if the path names
-    it. If the path is a link to one, it is refused, since the content would be lost in silence.
+    it. A link to a device or a pipe is refused, since the content would be lost in silence.
     """
     # The name of a folder may contain bytes that are not UTF-8, and be part of the content.
     data = content if isinstance(content, bytes) else content.encode(errors="backslashreplace")

@@ -22,7 +22,8 @@ from smupar.output.terminal import can_show, columns, is_terminal
 
 _DRAW_SECONDS = 0.25
 _FIRST_LINE = 2.0  # seconds before the first plain line
-# Seconds between plain lines, and the share of the time so far, of which the larger counts. So a long log stays short.
+# The time between plain lines is this many seconds, or this share of the time so far if that is longer. So a long log stays
+# short.
 _LINE_SECONDS, _LINE_SHARE = 10.0, 0.02
 # The time left is estimated from the speed in the last half of the time so far, but at least in this many seconds.
 _WINDOW = 60.0

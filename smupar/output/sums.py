@@ -121,7 +121,8 @@ def check_sums(folder: Path, *, remedy: str, only: Callable[[str], bool] = lambd
 
 
 def refuse_lost_seal(file: Path, folder: Path, *, remedy: str) -> None:
-    """Raises for a JSON file without a seal in a folder with checksums, since every version that wrote one wrote both."""
+    """Raises for a JSON file without a seal in a folder with checksums, since every version that wrote checksums also wrote
+    seals."""
     if (folder / SUMS).exists() and not is_sealed(file):
         raise DamagedFileError(f"{file} is damaged (it has lost its checksum): {remedy}")
 

@@ -160,7 +160,8 @@ def _refuse_unknown(settings: Settings) -> None:
 def _multipliers(
     model: nn.Module, base: nn.Module, depth: Correspondence, evidence: Evidence, choice: str
 ) -> tuple[tuple[Multiplier, ...], list[Multiplier]]:
-    """(numbers that follow the width, with the user's choice; numbers that follow it and have to)."""
+    """(numbers of the model that follow its width, with the user's choice; numbers that have to follow it, since they multiply
+    sums over the width)."""
     following = find_multipliers(model, base, depth.modules)
     summed = in_sums(following, evidence.in_sums, depth.modules)
     return chosen([number for number in following if number not in summed], choice), summed
@@ -270,8 +271,8 @@ def _two_terms(role: ParamRole, sparsity: Sparsity, kappa: float) -> float:
 
 
 def _output_width(roles: list[ParamRole]) -> Fraction:
-    """m_d of the logits. In a model without an unembedding it is the embedding's, with which the model may compute its
-    logits."""
+    """The width multiplier m_d of the logits. A model without an unembedding may compute its logits with the embedding, so then
+    the embedding's m_d is taken."""
     readouts = [role.width_in for role in roles if role.role == "unembedding"]
     tables = [role.width_out for role in roles if role.role == "embedding"]
     return next(iter(readouts + tables), None) or max((role.width_out for role in roles), default=Fraction(1))
@@ -307,7 +308,7 @@ def _notes(
         notes.append(
             Note(
                 "neurons",
-                "pattern 'neuron' also removes neurons inside attention heads: scale q.k by the live part of head_dim",
+                "pattern 'neuron' also removes neurons inside attention heads: the scale of q.k must count live neurons only",
             )
         )
     has_custom_modules = any(not type(module).__module__.startswith("torch.nn") for module in model.modules())

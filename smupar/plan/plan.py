@@ -59,7 +59,7 @@ class PlanRow:
     eps_factor: float
     forward: tuple[tuple[str, float], ...]  # (module path, factor on its output)
     note: str = ""
-    depth_mult: Fraction = Fraction(1)  # number of layers in the list around it, over that in the base
+    depth_mult: Fraction = Fraction(1)  # number of layers in the list around it / the base's number
     kept_factor: float = 1.0  # factor on the model's own values if they stay
 
     def lr_factor(self, family: str) -> float:

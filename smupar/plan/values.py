@@ -169,7 +169,7 @@ def _says_nothing(value: Tensor | None) -> bool:
 
 
 def _is_written_once(parameter: Tensor) -> bool:
-    """Whether only its own layer's init wrote a parameter on the meta device."""
+    """Whether a parameter on the meta device was written only by the init of its own layer."""
     return parameter.is_meta and parameter._version == 1
 
 

@@ -13,7 +13,7 @@ from smupar.plan.settings import refuse
 
 EFFECT, RMS, TRUST, SPECTRAL, FUNCTION = "effect", "rms", "trust", "spectral", "function"
 SIZES = (EFFECT, RMS, TRUST, SPECTRAL, FUNCTION)
-FIRST_STEPS = 20  # all of these are measured
+FIRST_STEPS = 20  # number of steps at the start, which are all measured
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,6 @@ def parse_law(text: str) -> Law:
             law = replace(law, held_out=True) if part == "held-out" else replace(law, size=part)
     refuse(
         not (0 <= law.old < 1 and law.every >= 1 and law.tokens >= 1),
-        f"law {text!r}: old must lie in [0, 1), every and tokens from 1 on",
+        f"law {text!r}: old must lie in [0, 1), and every and tokens must be at least 1",
     )
     return law

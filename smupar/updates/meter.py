@@ -206,7 +206,7 @@ class _UpdateMeter(Meter):
         """Prepares for the next period."""
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as JSON, with exact numbers."""
+        """The state; the trace in it is JSON with exact numbers."""
         return {"step": self.step, "trace": self.trace.to_json()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

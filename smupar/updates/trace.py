@@ -88,7 +88,7 @@ class Trace:
         return math.exp((1 - share) * math.log(low) + share * math.log(high))
 
     def plot(self, path: str | PathLike[str], proxy: Trace | None = None) -> None:
-        """Draws effects over the run, with a panel for each kind of layer. The proxy's are drawn for comparison, if given."""
+        """Draws effects over the run, with a panel for each kind of layer. A proxy's effects are drawn beside them."""
         _plot(self, proxy, path)
 
     def to_html(self, path: str | PathLike[str], proxy: Trace | None = None) -> None:

@@ -21,8 +21,8 @@ from smupar.watch.runs import Runs
 
 _DEPTH = 4  # levels of folders that are searched below the named ones
 _SEARCH_SECONDS = 5.0  # seconds between searches for new sources
-# After a document was made, which took t seconds, it is not made again for _COST t seconds, but at most for _LONGEST_WAIT
-# seconds, so that a finished run shows within five.
+# A document that took t seconds to make is not made again for _COST t seconds, or for _LONGEST_WAIT seconds if that is shorter.
+# So a finished run shows within five seconds.
 _COST, _LONGEST_WAIT = 30.0, 2.5
 # The errors that damaged or half-written files may raise.
 UNREADABLE = (ValueError, OSError, RecursionError, *WRONG_TYPES)

@@ -35,7 +35,7 @@ def test_law_is_read_from_its_text():
     assert [Law(every=25).is_measured(step) for step in (0, 19, 20, 25)] == [True, True, False, True]
 
 
-WRONG = {"size": "none of effect", "every": "none of", "every=0": "from 1 on", "old=1": r"\[0, 1\)", "tokens=a": "a number"}
+WRONG = {"size": "none of effect", "every": "none of", "every=0": "at least 1", "old=1": r"\[0, 1\)", "tokens=a": "a number"}
 
 
 @pytest.mark.parametrize(("text", "message"), WRONG.items(), ids=WRONG)

@@ -33,9 +33,9 @@ def audit(
 
     Call it before the first step. Once training has begun, the std of weights is not checked. ``trained`` says whether training
     has begun; by default the optimizer's state, and the steps that ``guard`` has counted, show it. With ``lr``, the base
-    learning rate is checked too; without it, only ratios between parameters are. ``optimizer`` may be a list.
+    learning rate is checked too; without ``lr``, only the ratios between learning rates are. ``optimizer`` may be a list.
 
-    The audit calls ``guard`` on the optimizers, which then watches schedulers that are made later.
+    The audit also calls ``guard``, which watches schedulers that are made later.
     """
     findings = differences(model, plan, optimizer, lr=lr, trained=trained)
     if findings:

@@ -86,7 +86,7 @@ def _ownership(parameters: dict[str, nn.Parameter], owners: Counter[str]) -> Ite
 
 
 def _learning_rates(audited: _Audited) -> Iterator[Finding]:
-    """The findings of the first of four checks that has any. Those of the others would only be consequences."""
+    """Runs four checks in turn, until one has findings. Findings of the later checks would only be consequences."""
     yield from next(filter(None, (list(check(audited)) for check in (_other_family, _not_hidden, _ratios, _rates))), [])
 
 

@@ -1,7 +1,7 @@
 """Keeps calls of a module, to repeat them with other weights.
 
-If the module is a layer that smupar knows, or has torch's own forward pass, its rows are independent, and ``kept_call`` keeps
-only some of them. Of any other module, such as a subclass with its own forward pass, it keeps all arguments.
+The rows of a plain or registered layer, or of a module with torch's own forward pass, are independent, so ``kept_call`` keeps
+only some of them. For any other module, such as a subclass with its own forward pass, it keeps all arguments.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SampledCall:
         self.output_grad = self._rows(grad, output=True)
 
     def _rows(self, values: Tensor, *, output: bool = False) -> Tensor:
-        """Up to MAX_ROWS rows, or MAX_IMAGES images, of a layer's input or output: the same ones of both."""
+        """Up to MAX_ROWS rows, or MAX_IMAGES images, of a layer's input or output. The same rows are taken from both."""
         if self.kind.reads == IMAGES:
             batched = values.ndim == self.module.weight.ndim  # a single image has no batch dimension
             return values[:MAX_IMAGES].clone() if batched else values.clone()
@@ -70,7 +70,7 @@ class SampledCall:
         """The effect, minus its mean over the rows of each item if the loss does not depend on this mean.
 
         For example, adding one vector to all keys of a sequence changes no attention, so the gradients of these rows sum to
-        zero. The update then has no signal in their mean; what chance leaves there falls with the width. ``used`` marks the
+        zero. The update then has no signal in their mean, only a random rest, which falls with the width. ``used`` marks the
         rows of the call that ``effect`` has.
         """
         assert self.output_grad is not None

@@ -52,7 +52,7 @@ def coord_check(
     loss_fn       (model, batch) -> scalar loss
     batches       at least ``steps`` batches; every run gets the same ones
     rules         rules to compare. If there are other rules, SP and muP are baselines, which do not count for ``report.ok``
-    widths        the base width by default. There must be at least two widths, densities or depths
+    widths        default: the base width alone. At least two widths, two densities or two depths are needed
     depths        numbers of residual blocks; base_depth is the smallest of them by default. Blocks are compared at the same
                   relative depth, after the plan's factors for the depth are divided out
     lr            base learning rate, or one for each rule

@@ -36,7 +36,7 @@ REMEDIES = {
     "decay missing": "decay missing: pass weight_decay to param_groups, such as 0.1, with the default decay='independent'",
     "decay stopped": "decay stopped: keep weight decay on until the end of the run",
     "decay uneven": "decay differs between layers: use param_groups(..., decay='independent') for all, and leave groups alone",
-    "masks move": "masks move until the end: stop moving them in the last quarter of it (stop=)",
+    "masks move": "masks move until the end: stop them before the last quarter of the run (stop=)",
     "masks moved": "masks moved, and the rule assumes random masks: follow measured updates, or lower the learning rate",
     "schedule": "the learning rate ends too high: let it decrease to a tenth of its peak, or to zero",
     "few weights": "the learning rate is too large for so few weights per neuron: lower it, keep more weights, or try "
@@ -45,7 +45,7 @@ REMEDIES = {
     "optimizer": "the optimizer does not hold what the plan expects: build it from smupar.param_groups",
     "another model": "the model is not the one that was planned: add nothing after parameterize",
     "diverged": "training diverged: lower the learning rate",
-    "no updates": "nothing was trained: give coord_check a learning rate and an optimizer that hold the model's parameters",
+    "no updates": "nothing was trained: give coord_check a learning rate, and an optimizer with the model's parameters",
     "unmeasured": "not measured: these matrices belong to no module that can be called again with other weights",
     "uncalled": "factor not applied: the forward pass never calls these layers; call them, or multiply the products with their "
     "weights by the plan's factor yourself",
@@ -58,8 +58,8 @@ REMEDIES = {
     "learn as much at every depth",
     "branch missing": "the outputs of these layers in blocks reach the loss without passing a divided branch: unless they are "
     "shortcuts, add the module that ends their branch to branches=[...]",
-    "branch twice": "residual branches are divided twice: the model scales them by its depth itself. Compute its factor from "
-    "the base's depth, or pass depth='none'",
+    "branch twice": "residual branches are divided twice: the model scales them by its depth itself. Compute the model's "
+    "factor from the base's depth, or pass depth='none'",
     "rule": "the rule itself does not correct for this axis: use rule='smupar'",
 }
 

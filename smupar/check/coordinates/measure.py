@@ -99,7 +99,7 @@ class SizeRecorder:
         parts = _parts(plan, {name for name, _ in layers.values()})
         self.parts = {name: path for name, path in parts.items() if depth.is_measured(path)}
         self.gradient_factor = plan.output_factor
-        self.inner: set[str] = set()  # readouts that other layers follow
+        self.inner: set[str] = set()  # readouts after which other layers come
         self.ends: list[str] = []  # the last layers, if they are hidden weights with outputs of fixed size
         self.sizes: list[tuple[int, str, str, Tensor, Tensor, int]] = []
         self.step = 0
@@ -310,7 +310,8 @@ class SizeRecorder:
         return [row.name for row in watched if row.name not in measured | frozen]
 
     def uncalled(self) -> list[str]:
-        """Layers with a forward factor that the model never calls. If it uses their weights directly, the factor is missing."""
+        """Layers that have a forward factor but are never called. If the model uses their weights directly, the factor is
+        missing."""
         uses = [(path, factor) for row in self.plan for path, factor in row.forward if path in self.layers]
         called = {path for _, path, quantity, *_ in self.sizes if quantity == Y}
         return [path for path, factor in uses if factor != 1 and path not in called]

@@ -30,7 +30,7 @@ STEEPEST_EXCEPTION = -0.65  # initial logits fall like 1 / sqrt(width)
 # embedding's share of the stream hides a part of that growth. So the thresholds over depth are lower.
 OVER_DEPTH = (0.2, 0.35)
 _QUERY = re.compile(r"(^|[._])(w?[qk]|query|key)(_proj|_lin)?$", re.IGNORECASE)
-# 97.5 % points of Student's t by degrees of freedom. Above the last row the point is 1.96.
+# 97.5 % points of Student's t by degrees of freedom. For more degrees of freedom than the last row has, it is 1.96.
 _T = {1: 12.71, 2: 4.30, 3: 3.18, 4: 2.78, 5: 2.57, 6: 2.45, 7: 2.36, 8: 2.31, 9: 2.26, 10: 2.23, 15: 2.13, 20: 2.09, 30: 2.04}
 
 

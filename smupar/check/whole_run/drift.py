@@ -5,9 +5,9 @@ step (a look) and averaged over the layers of one kind (``blocks.*.mlp.down``). 
 single step decides.
 
 Late in a run the updates of a neuron's weights agree less and less. What they contribute to the output then adds up like the
-square root of their number, and no longer like the number. So the updates of neurons that keep fewer weights do more, up to a
-slope of -1/2 over density, which is not wrong. The limits separate runs with known outcomes (docs/coordinate_check.md): without
-weight decay slopes leave them, and with it they stay inside.
+square root of their number, and no longer like the number. So the updates of neurons that keep fewer weights have a larger
+effect. A slope over density as low as -1/2 is therefore not wrong. The limits separate runs with known outcomes
+(docs/coordinate_check.md). Slopes leave the limits in runs without weight decay, and stay inside in runs with weight decay.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ _SIZES = (128, 64, 32, 16)
 # Launch settings by block size, the fastest on an H200. Size 16 was not measured.
 _LAUNCH = {size: {"num_warps": 4, "num_stages": 4} for size in _SIZES} | {128: {"num_warps": 8, "num_stages": 3}}
 _TOKENS, _TOKENS_BACK = 128, 64  # rows that a program reads at a time: in a product, and in the weights' gradient
-# CUDA's limit for the second dimension of a grid, which counts tiles of rows. The first counts lines of the matrix, so programs
-# that run at the same time read the same rows.
+# CUDA's limit for the second dimension of a grid, which counts tiles of rows. The first dimension counts lines of the matrix,
+# so programs that run at the same time read the same rows.
 _MOST_PROGRAMS = 65535
 
 

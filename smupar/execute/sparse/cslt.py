@@ -83,7 +83,7 @@ class MatmulPlan:
         _call("DenseDescriptorInit", self.handle, rows, *_layout(num_rows, num_inputs, num_inputs, by_row))
         _call("DenseDescriptorInit", self.handle, result, *_layout(num_outputs, num_rows, num_outputs, by_column))
         operations = _CUSPARSE_OPERATION_NON_TRANSPOSE, _CUSPARSE_OPERATION_TRANSPOSE
-        operands = matrix, rows, result, result  # the result is both added to (times zero) and written
+        operands = matrix, rows, result, result  # the product is written to the result, plus zero times the old result
         _call("MatmulDescriptorInit", self.handle, product, *operations, *operands, _CUSPARSE_COMPUTE_32F)
         _call("MatmulAlgSelectionInit", self.handle, self.choice, product, _CUSPARSELT_MATMUL_ALG_DEFAULT)
         _call("MatmulPlanInit", self.handle, self.plan, product, self.choice)
@@ -118,7 +118,7 @@ class MatmulPlan:
             ctypes.c_void_p(matrix.data_ptr()),
             ctypes.c_void_p(rows.data_ptr()),
             ctypes.byref(self.zero),
-            result_address,  # added to, times zero
+            result_address,  # the old result, times zero
             result_address,
             None if workspace is None else ctypes.c_void_p(workspace.data_ptr()),
             ctypes.byref(stream),

@@ -1,7 +1,7 @@
 """Code that the kernels for NVIDIA GPUs share. They multiply bfloat16, and torch compiles their CUDA source on first use.
 
-Each pass packs the values again, which costs one kernel launch. They are not cached, because other libraries' optimizers and
-CUDA graphs write to weights without torch noticing, so a cache could be stale.
+Each pass packs the values again, which costs one kernel launch. Packed values are not kept: optimizers of other libraries, and
+CUDA graphs, write to weights without torch noticing, so kept values could be stale.
 """
 
 from __future__ import annotations

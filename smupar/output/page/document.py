@@ -22,7 +22,7 @@ class Optimum(TypedDict):
     x: float
     y: float
     smooth: float  # x of the vertex of a parabola through the best point and its neighbours; x itself at the edge
-    low: float | None  # the optimum lies between low and high, each None if it may lie beyond the grid
+    low: float | None  # the optimum lies between low and high; None if it may lie beyond that end of the grid
     high: float | None
     is_final: bool  # False until all runs that may move it have ended
 

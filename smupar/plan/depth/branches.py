@@ -2,8 +2,8 @@
 
 A residual block computes ``x + branch(x)``. A module ends a branch if its output is added to x, the residual stream.
 
-The user names these modules, or a forward pass of the base shows them. A model that already scales its branches by depth is
-refused, or gets the base's numbers, so that depth is not counted twice.
+The user names these modules, or a forward pass of the base shows them. A model may already scale its branches by depth. It is
+refused, or its own factors are set to the base's, so that depth is not counted twice.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ def branch_factors(
     branches: Sequence[str] | None,
     example: Example | None = None,
 ) -> tuple[tuple[str, float], ...]:
-    """(module path, factor on its output) for every module that ends a residual branch, in lists of layers that are longer than
-    in the base. ``branches`` are the user's globs; without them the example's forward pass shows the branches."""
+    """(module path, factor on its output) for every module that ends a residual branch. Only the lists of layers that are
+    longer than in the base count. ``branches`` are the user's globs; without them the example's forward pass shows the
+    branches."""
     paths = [path for path, _ in model.named_modules() if path]
     chosen = {path for glob in branches or () for path in match_globs({glob: True}, paths, setting="branches", among="modules")}
     if rule.alpha is None:
@@ -66,8 +67,8 @@ def branch_factors(
 
 
 def _refuse_repeated_layers(model: nn.Module, base: nn.Module, depth: Correspondence) -> None:
-    """Refuses models that say they have more layers than their base although no list is longer, as where layers share their
-    weights."""
+    """Refuses a model whose attributes count more layers than the base's, although no list of layers is longer. Its layers may
+    share their weights."""
     for path, base_path in depth.modules.items():
         base_counts = _counts(base.get_submodule(base_path))
         for name, count in _counts(model.get_submodule(path)).items():
@@ -147,7 +148,7 @@ def _ends(depth: Correspondence, base: nn.Module, usage: Usage) -> set[str]:
 
 
 def _ends_as_in_others(block: str, by_block: dict[str, set[str]], base: nn.Module) -> Iterator[str]:
-    """The modules of a block that have the name and class of a module that ends a branch in another block of the same list."""
+    """The modules of a block with the same name and class as a module that ends a branch in another block of the list."""
     modules, parent = dict(base.named_modules(remove_duplicate=False)), block.rpartition(".")[0]
     for other, ends in by_block.items():
         for end in ends if other.rpartition(".")[0] == parent else ():
@@ -191,7 +192,7 @@ def _question(model: nn.Module, depth: Correspondence, reason: str) -> str:
         f"model and base have different numbers of layers in {lists}. Name the modules whose outputs are added to the residual "
         f"stream, so that each can be divided; if these guesses are right, pass:\n  branches={_guesses(model, depth)!r}\n"
         "If the model has no residual branches, or scales them itself, pass depth='none'."
-        f" They were not inferred: {reason or 'in some block, what is added is not the output of modules of the block'}."
+        f" The modules were not inferred: {reason or 'in some block, what is added is not the output of modules of the block'}."
     )
 
 
@@ -217,7 +218,7 @@ def refuse_scaled_twice(
     remedy = (
         "pass multipliers='base' to hold it at the base's depth"
         if all(number.can_be_set for number in left)
-        else "build the model with the base's depth there, since it cannot be set from outside"
+        else "compute this number from the base's depth in the model, since smupar cannot set it"
     )
     refuse(
         left,
@@ -236,8 +237,8 @@ def _follows(multiplier: Multiplier, m_depth: Fraction) -> bool:
 
 
 def own_init(model: nn.Module, depth: Correspondence, branches: tuple[tuple[str, float], ...]) -> Iterator[Note]:
-    """Notes on modules that end branches and whose initial weights are smaller than others, by 1 / sqrt(2 depth) as in GPT-2 or
-    by 1 / sqrt(depth). The plan draws these weights without that factor."""
+    """Notes on ends of branches whose initial weights are smaller than others of their block. The ratio is 1 / sqrt(2 depth),
+    as in GPT-2, or 1 / sqrt(depth). The plan draws these weights without this ratio."""
     for path in depth.lists:
         blocks = [block for block in depth.blocks if block.rpartition(".")[0] == path]
         ends = [end for end, _ in branches if end.startswith(f"{blocks[0]}.")]
@@ -257,7 +258,7 @@ def own_init(model: nn.Module, depth: Correspondence, branches: tuple[tuple[str,
             if for_depth and not any(_is_close(ratio, 1.0) for ratio in ratios):
                 text = (
                     f"{_glob(end, blocks[0])!r} starts {min(ratios):.3g} times as large as other weights of its block, which "
-                    "is the model's own factor for its depth: the plan leaves the factor out, since it divides the branch"
+                    "is the model's own factor for its depth: the plan omits this factor, since the plan divides the branch"
                 )
                 yield Note("own init", text, False)
 
@@ -272,7 +273,7 @@ def _has_values(module: nn.Module) -> bool:
 
 
 def _spread(module: nn.Module) -> tuple[float, float]:
-    """The standard deviation of a layer's weights, and the same times the square root of the fan-in."""
+    """The standard deviation of a layer's weights, and this number times the square root of the fan-in."""
     weight = module.get_parameter("weight").detach().float()
     std, num_in = float(weight.std()), weight.shape[1]
     return std, std * math.sqrt(num_in)

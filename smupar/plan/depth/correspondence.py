@@ -23,7 +23,7 @@ class Correspondence:
     which model and base have different numbers of blocks."""
 
     names: Mapping[str, str]  # parameter name -> name of the base's parameter
-    lists: Mapping[str, Fraction] = field(default_factory=dict)  # path of a list -> its number of blocks over that in the base
+    lists: Mapping[str, Fraction] = field(default_factory=dict)  # path of a list -> its number of blocks / the base's
     blocks: Mapping[str, Fraction] = field(default_factory=dict)  # path of a block in a list -> the same ratio
     base_blocks: frozenset[str] = frozenset()  # paths of the base's blocks in these lists
     modules: Mapping[str, str] = field(default_factory=dict)  # module path -> path of the base's module

@@ -224,7 +224,7 @@ def register_layer(
     """Tells smupar what a layer of your own does with its weight. It is then treated like torch's layers.
 
     layer     the class; subclasses count as well
-    in_dim    dimension of the weight that is summed over, or a tuple of dimensions: 1 if stored as (out, in), 0 if (in, out)
+    in_dim    dimension of the weight that is summed over: 1 if stored as (out, in), 0 if (in, out); or a tuple of dimensions
     out_dim   dimension of the weight that corresponds to outputs
     weight    name of the parameter
     lookup    True if the layer's input is an index, as in an embedding

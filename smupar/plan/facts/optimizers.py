@@ -82,8 +82,9 @@ def facts_of(optimizer: object) -> OptimizerFacts:
 
 
 def decouples_decay(optimizer: object, group: Mapping[str, Any] | None = None) -> bool:
-    """Whether an optimizer keeps weight decay apart from the gradient. Some optimizers have an option for that: then the
-    group's value counts, or without a group the default of the instance. Otherwise the table decides."""
+    """Whether an optimizer keeps weight decay apart from the gradient. Some optimizers have an option for this. Then the
+    option's value in the group counts, or, without a group, the instance's default. For all other optimizers the table
+    decides."""
     options = getattr(optimizer, "defaults", {}) if group is None else group
     return bool(options.get("decoupled_weight_decay", facts_of(optimizer).decoupled))
 

@@ -1,8 +1,8 @@
 """Facts about the tensors of a forward pass.
 
-A *flow* says where the values of a tensor come from. *Labels* say, for each dimension of a tensor, which dimensions of
-parameters it has an index for: the transpose of a weight has the weight's labels in reverse order. A weight *scales* if one of
-its dimensions follows the width.
+A *flow* says where the values of a tensor come from. *Labels* say, for each dimension of a tensor, to which dimensions of
+parameters it corresponds. For example, the transpose of a weight has the weight's labels in reverse order. A weight *scales* if
+one of its dimensions follows the width.
 
 Views share storage, so facts are kept per storage. A view's strides show which dimensions of the storage's tensor it has.
 """
@@ -23,14 +23,14 @@ Labels = tuple[frozenset[Label], ...]  # for each dimension of a tensor, the dim
 class Flow:
     """Where the values of a tensor come from."""
 
-    is_data: bool = False  # False if the tensor depends on nothing but weights and constants, and is not a product of them
+    is_data: bool = False  # whether it depends on the example, or is a product of weights or constants
     is_inside: bool = False  # whether its values come through a weight that scales
     writers: frozenset[str] = frozenset()  # the last scaling weights that its values came through
     logits: frozenset[str] = frozenset()  # the writers whose outputs were not multiplied with other activations
-    choices: frozenset[str] = frozenset()  # writers whose outputs became it only through a softmax, sigmoid or sort
+    choices: frozenset[str] = frozenset()  # writers whose outputs reached it only through a softmax, sigmoid or sort
     joins: frozenset[int] = frozenset()  # events: the concatenations from which it was computed
     scores: frozenset[int] = frozenset()  # events: the dot products from which it was computed element by element
-    shares: frozenset[int] = frozenset()  # events: the dot products of which it is the softmax
+    shares: frozenset[int] = frozenset()  # events: the dot products whose softmax it is
     # "norm" (a length), "rms", "unit" (divided by its length), "square", "product" or "weighted" (times a parameter)
     mark: str = ""
     is_normed: bool = False  # whether the output of ``writers`` has been divided by its norm

@@ -95,7 +95,7 @@ class Operations(UsageRecorder):
         batch = {0} if tensor.ndim == 3 and name in ("bmm", "baddbmm", "_grouped_mm") else set()
         labels = self.labels_of(tensor)
         self.use(self.labels_of(other) if not self.known_of(other).flow.is_data else ())
-        # A batch of matrices, one for each head or group, writes one output for each of them if their number scales.
+        # A batch has one matrix for each head or group. If the number of matrices scales, each writes outputs of its own.
         batch -= {dim for dim in batch if any(at in self.scaling[name] for name, at in labels[dim])}
         outs = [labels[dim] for dim in range(tensor.ndim) if dim not in dims and dim not in batch]
         return self.weigh([labels[dim] for dim in dims], outs, self.known_of(other).flow)

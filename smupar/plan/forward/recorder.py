@@ -28,7 +28,8 @@ class UsageRecorder:
         self._known[StorageWeakRef(tensor.untyped_storage())] = known
 
     def use_numbers(self, flow: Flow) -> None:
-        """Records that a weight reads this flow, or that the model returns it, and so uses the numbers it was multiplied by."""
+        """Records that a weight reads this flow, or that the model returns it. Either way, the numbers by which the flow was
+        multiplied are used."""
         for number in flow.numbers:
             self.usage.numbers[number].is_elsewhere = True
 
@@ -101,7 +102,8 @@ class UsageRecorder:
             later |= {name} if use.makes_output else set()
 
     def mark_end(self, path: str, tensor: Tensor) -> None:
-        """Marks a tensor as the output of a module, unless another module made it: then ``usage.same`` records that one."""
+        """Marks a tensor as the output of a module, unless another module made it: then ``usage.same`` records the other
+        module."""
         known = self.known_of(tensor)
         if known.flow.ends:
             self.usage.same[path] = known.flow.ends

@@ -1,7 +1,8 @@
 """The record of how a forward pass uses each parameter, which ``watcher`` makes.
 
-It says which dimensions products sum over, which products read the model's input or make its output, from which tables indices
-choose rows, and which parameters act element by element. A weight *scales* if one of its dimensions follows the width.
+It says which dimensions products sum over, and which products read the model's input or make its output. It also says from
+which tables indices choose rows, and which parameters act element by element. A weight *scales* if one of its dimensions
+follows the width.
 """
 
 from __future__ import annotations

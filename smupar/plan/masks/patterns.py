@@ -254,7 +254,8 @@ def parse_pattern(text: str | Pattern) -> Pattern:
 
 def read_masks(masks: Mapping[str, Tensor] | str | PathLike[str] | None) -> dict[str, Tensor]:
     """Masks by parameter name, from a mapping or from a file. The file holds masks, or a state dict whose ``<param>_mask``
-    entries are read. Its format is that of torch.save or safetensors; from the former only plain tensors are unpickled."""
+    entries are read. The file was written by torch.save or safetensors. From a file of torch.save only plain tensors are
+    unpickled."""
     if masks is None or isinstance(masks, Mapping):
         return {name: torch.as_tensor(mask) for name, mask in (masks or {}).items()}
     path = Path(masks)

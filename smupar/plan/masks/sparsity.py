@@ -42,7 +42,7 @@ class Sparsity:
         return self.densities.get(role.name, Fraction(1))
 
     def num_kept(self, role: ParamRole) -> int | None:
-        """The number of weights that the mask keeps; None if the pattern makes it random."""
+        """The number of weights that the mask keeps; None if the pattern makes the number random."""
         density = self.density(role)
         if role.name not in self.given and density != 1 and self.pattern.count(role.shape, role.in_dims, density) is None:
             return None
@@ -187,8 +187,8 @@ def _without_neurons(
 
 
 def _refuse_flattened(model: nn.Module, roles: list[ParamRole]) -> None:
-    """Refuses a layer that reads a flattened image. Several of its inputs come from one channel, and shapes do not show which
-    inputs these are."""
+    """Refuses a layer that reads a flattened image. Several inputs of such a layer come from one channel, and shapes do not
+    show which."""
     modules = dict(model.named_modules(remove_duplicate=False))
     channels: set[int] = set()  # written by convolutions
     features: set[int] = set()  # written by linear layers

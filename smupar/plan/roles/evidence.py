@@ -32,7 +32,7 @@ class Evidence:
     about: dict[str, Note] = field(default_factory=dict)
     usage: Usage | None = None  # parameters have the model's names, but module paths are the base's
     is_given: bool = True  # whether the user passed an example
-    in_sums: frozenset[tuple[str, float]] = frozenset()  # (module path, number) that multiplies only sums over the width
+    in_sums: frozenset[tuple[str, float]] = frozenset()  # (module path, a number that multiplies only sums over the width)
 
 
 def look(
@@ -137,8 +137,8 @@ def _is_same_either_way(tensor: ParameterView) -> bool:
 
 
 def _from_siblings(tensors: list[ParameterView]) -> list[ParameterView]:
-    """Fills in parameters that the pass did not use, such as those of experts that no token chose, with what was seen of the
-    same parameter in another block."""
+    """Completes the views of parameters that the pass did not use, such as those of an expert that no token chose. They get
+    what was seen of the same parameter in another block."""
     examples = {_kin(tensor): tensor for tensor in tensors if tensor.seen is not None}
     return [
         replace(tensor, seen=kin.seen, layout=kin.layout, in_dims=kin.in_dims, out_dims=kin.out_dims)
@@ -276,8 +276,8 @@ def _about_dots(usage: Usage, dots: set[int]) -> Iterator[Note]:
         yield Note(
             "dot product",
             f"two layers' outputs are multiplied and summed over the width in {shown}. This sum grows with the width, and "
-            "belongs to no layer: in all, multiply it by the base's own factor, if there is one, and by the base's width over "
-            "the model's, as plan.output_factor does for logits",
+            "no layer's factor corrects it: multiply it by the base's width over the model's, as plan.output_factor does for "
+            "logits, and by the base's own factor, if there is one",
         )
 
 

@@ -64,7 +64,8 @@ class Neighbours:
         return any(other.shape == (tensor.written_size,) for other in norms)
 
     def has_twin(self, tensor: ParameterView) -> bool:
-        """Whether another layer, of a role that the user did not give, also writes this fixed size from one that scales."""
+        """Whether another layer also reads a size that scales and writes the fixed size that this weight writes. Layers whose
+        role the user gave do not count."""
         same = [other for other in self.readouts if other.layout == "matrix" and other.written_size == tensor.written_size]
         return any(other is not tensor and other.name not in self.asked and not other.is_output for other in same)
 
@@ -76,8 +77,9 @@ class Neighbours:
 
     def is_bottleneck(self, tensor: ParameterView) -> bool:
         """Whether the fixed size that a weight reads or writes may be a bottleneck inside the network: one layer narrows to
-        this size, and another widens from it. In a model that has no certain input, and one layer that narrows, that layer may
-        be the readout and the other the input."""
+        this size, and another widens from it. A layer that narrows does not count if it is the only one and the model's only
+        readout, and no weight certainly reads the data. Then it may make the outputs, and the layer that widens may read the
+        data."""
         inner = [other for other in self.linear if self.asked.get(other.name) not in ("embedding", "unembedding", "router")]
         narrow = [other for other in inner if other.reads_scaling and not other.writes_scaling and not other.is_output]
         wide = [other for other in inner if other.writes_scaling and not other.reads_scaling]

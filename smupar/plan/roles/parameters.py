@@ -73,8 +73,8 @@ class ParameterView:
 
     @property
     def is_output(self) -> bool:
-        """Whether the model declares that this weight makes the logits. A few models declare the layer before the logits, whose
-        outputs scale, or from which the example makes what other layers read."""
+        """Whether the model declares that this weight makes the logits. A few models declare the layer before the logits
+        instead. It is recognised because its outputs scale, or because in the example only other layers read them."""
         seen = self.seen
         is_before = self.writes_scaling or (seen is not None and seen.is_inside and not seen.makes_output)
         return self.declared == "output" and not self.layer.is_lookup and not is_before

@@ -41,8 +41,8 @@ class Multiplier:
         return f"{self.path}.{self.name}".lstrip(".")
 
     def may_enter_as(self, number: float) -> bool:
-        """Whether ``number``, by which the base's forward pass multiplies, may come from this multiplier: it is equal, or its
-        inverse, its root, or the inverse of its root."""
+        """Whether ``number``, by which the base's forward pass multiplies, may come from this multiplier. It may be the
+        multiplier's value in the base, the root of this value, or the inverse of either."""
         powers = (self.base_value**exponent for exponent in (1, -1, 0.5, -0.5)) if self.base_value > 0 else [self.base_value]
         return any(math.isclose(number, power, rel_tol=1e-5) for power in powers)
 
@@ -139,7 +139,7 @@ def in_sums(multipliers: list[Multiplier], seen: Collection[tuple[str, float]], 
     """The multipliers that, as an example shows, multiply only sums over the width, such as 1 / sqrt(d) in a dot product of two
     layers' outputs.
 
-    seen   (module path in the base, number) that multiplies only such sums
+    seen   (module path in the base, number) for each number that multiplies only such sums
     paths  module path of the model -> of the base
     """
     fitting = [

@@ -30,7 +30,7 @@ class PowerInSource:
 
     expression: ast.expr
     source: str  # the expression without "self."
-    can_be_set: bool  # whether it is an attribute that the class does nothing else with
+    can_be_set: bool  # whether it is an attribute that the class uses for nothing else
 
 
 def powers_in_source(module: nn.Module) -> tuple[PowerInSource, ...]:
@@ -71,9 +71,9 @@ def _methods(kind: type[nn.Module]) -> Iterator[ast.AST]:
 
 
 def _bases(method: ast.AST) -> Iterator[ast.expr]:
-    """The bases of all powers in a method. The end n of a range is left out if the range is divided by n: ``arange(n) / n``
-    runs from 0 to 1 at every width."""
-    ranges: dict[str, set[str]] = {}  # the source of a sequence's end -> names and sources of such sequences
+    """The expressions in a method of which it takes a root or a power, or by which it divides. The end n of a range is left out
+    if the range is divided by n, because ``arange(n) / n`` runs from 0 to 1 at every width."""
+    ranges: dict[str, set[str]] = {}  # source of the end of a range -> names of the variables that hold such a range
     for node in ast.walk(method):
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             for end in _ends_of_ranges(node.value):
@@ -111,8 +111,7 @@ def _is_quotient(node: ast.AST) -> bool:
 
 
 def _is_tensor(node: ast.AST) -> bool:
-    """Whether an expression contains local variables, and not just numbers and attributes of self, as arithmetic with sizes
-    does."""
+    """Whether an expression contains local variables. Arithmetic with sizes contains only numbers and attributes of self."""
     return any(isinstance(part, ast.Name) and part.id not in ("self", "math", "int", "float") for part in ast.walk(node))
 
 

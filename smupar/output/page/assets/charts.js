@@ -110,7 +110,8 @@ function withJoinedStars(traces) {
   return [...traces.filter((trace) => !trace.isStar), { ...stars[0], x: join((star) => star.x), y: join((star) => star.y), customdata: join((star) => star.customdata), text: join((star) => star.text), marker }];
 }
 
-// Above the curves, each curve has a row with its optimum, the runs between which this lies, and its octaves from the reference.
+// Above the curves, each curve has a row: its optimum, the two runs between which the optimum lies, and the optimum's distance
+// from the reference in octaves.
 const ROW = 21, MOST_OPTIMA = 12;
 
 const hasRows = (chart, logX) => logX && chart.lines.length > 1 && chart.lines.length <= MOST_OPTIMA && chart.lines.every((line) => line.is_joined && !line.rule) && (Boolean(chart.marked) || chart.lines.some((line) => line.best));

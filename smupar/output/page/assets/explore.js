@@ -5,7 +5,7 @@ function fieldsOf(table) {
   return table.varied.map((name) => ({ name, values: [...new Set(table.records.map((row) => row[name]))].sort((a, b) => (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b)))) }));
 }
 
-/** Groups of rows that are equal in these fields. Rows that a line can join with no other row are the last group. */
+/** Groups of rows that are equal in these fields. Rows that no line can join to another row form the last group. */
 function alike(rows, fields, x) {
   const groups = new Map();
   for (const row of rows) {
@@ -19,7 +19,7 @@ function alike(rows, fields, x) {
 }
 
 /** Charts of all runs over a field: one for each value of ``panel``, one colour for each value of ``colour``. A line joins only runs
- *  that differ in nothing but x and their seed, of which it shows the best. */
+ *  that differ in nothing but x and their seed. Of several seeds it shows the best. */
 function exploredCharts(rows, fields, { x, y, colour, panel }) {
   const inOrder = (a, b) => (typeof a === "number" && typeof b === "number" ? a - b : String(a).localeCompare(String(b)));
   const values = colour ? [...new Set(rows.map((row) => row[colour]))].sort(inOrder) : [0]; // values in all charts, so that charts share colours

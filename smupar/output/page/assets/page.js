@@ -38,8 +38,8 @@ function answersOf(doc) {
   }));
 }
 
-/** Progress, workers and command, above the charts or below: all below once the runs are done; before, counts are above, and so is
-    the command if nothing runs. */
+/** Progress, workers and command, above the charts or below. Once the runs are done, all are below. Until then, counts are above,
+    and so is the command if nothing runs. */
 function progressOf(doc) {
   const p = doc.progress, counts = [], workers = [], command = [], isDone = !p || !p.total || p.done >= p.total;
   const idle = !isDone && !p.running && !p.stalled && !p.workers.some((worker) => worker.state === "running");

@@ -44,8 +44,8 @@ function placeOf(listed, hash) {
 const naturally = (a, b) => a.localeCompare(b, "en", { numeric: true });
 const above = (each) => each.folder.split("/").slice(0, -1).join("/");
 
-/** Sources by the folder that holds them: those with something that runs first, then the newest. In it they stand by name, the
- *  study that others share first. */
+/** Sources by the folder that holds them. Folders with something that runs come first, then the newest. Within a folder, sources
+ *  are in the order of their names, after the study that they share. */
 function groupsOf(listed) {
   const groups = new Map();
   for (const each of inOrder(listed)) {

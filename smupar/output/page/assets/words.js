@@ -72,8 +72,8 @@ function sizeColour(place) {
   return mix(stops[index], stops[index + 1], at - index);
 }
 
-/** The colour of a line: grey for the reference; that of its rule, if lines are of different rules, darker or lighter for further
- *  curves of the same rule; otherwise that of its size. */
+/** The colour of a line. The reference is grey. A line with a rule has the colour of its rule, and further curves of the same rule
+ *  are darker or lighter. Lines of one rule have the colours of their sizes, and all others a colour by their number. */
 function lineColour(line, chart, index) {
   if (line.is_reference) return css("--muted");
   if (line.rule && line.place !== undefined) return ruleColour(line.rule) || css("--muted");
