@@ -310,7 +310,8 @@ class Sparsifier(_AnySparsifier):
             weight.dense_gradient.request(self.needs_gradient(self.num_steps + 1))
 
     def _ready_weights(self) -> dict[str, ModelWeight]:
-        """The weights whose masks can move now. Warns if a weight is not 0 off its mask, because other code wrote to it."""
+        """The weights whose masks can move now. Warns if a weight is not 0 off its mask, which means that other code wrote to
+        the weight."""
         hidden = self.weights()
         if self.policy.needs_gradient:
             hidden = self._with_gradient(hidden)

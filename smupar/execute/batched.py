@@ -122,7 +122,7 @@ class BatchedLoss:
         take: Callable[[Tensor], Tensor],
     ) -> Tensors:
         """``take`` applied to the gradient of the output of each weight's layer, by name of the weight."""
-        added: Tensors = {}  # zeros that are added to the outputs, so that their gradients are those of the outputs
+        added: Tensors = {}  # zeros, added to the outputs, so that the zeros' gradients equal the outputs' gradients
         seen: Tensors = {}
 
         def hook(name: str) -> Callable[[nn.Module, Any, Tensor], Tensor]:

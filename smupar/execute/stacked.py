@@ -245,7 +245,8 @@ class Stack:
         t.rates[name].copy_(measured_or_corrected(t.measured[name], t.corrections[name]))
 
     def decay_change(self, name: str) -> Tensor:
-        """The factor on the decay term that undoes additional factors on the learning rate, if decay is independent of it."""
+        """The factor on the decay term. If decay is independent of the learning rate, this factor undoes the additional factors
+        on the learning rate."""
         rates = self.tensors.rates[name]
         return torch.where(self.tensors.independent, 1 / rates, torch.ones_like(rates))
 

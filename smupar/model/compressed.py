@@ -152,7 +152,7 @@ class SparseLinear(nn.Module):
     dense: PassGradient
     _index: KernelIndex | None = None
     _made_of: tuple[object, ...] | None = (
-        None  # the kernel, device and versions of the positions from which ``_index`` was made
+        None  # kernel, device and versions of the positions, at the time when ``_index`` was made
     )
 
     @property
@@ -304,7 +304,7 @@ class SparseLinear(nn.Module):
         return super()._apply(*args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Loads either form: any number of non-zeros, or a matrix with its mask."""
+        """Loads both forms of the weight: any number of non-zeros, or a matrix with its mask."""
         key = f"{prefix}weight"
         matrix, mask = state_dict.get(key), state_dict.get(f"{key}{MASK}")
         if matrix is not None and mask is not None and tuple(matrix.shape) == tuple(mask.shape) == self.matrix_shape:

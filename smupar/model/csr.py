@@ -1,7 +1,7 @@
 """Compressed sparse rows (CSR), the format of stored non-zeros: the conversion, and the names of the parts.
 
-The values of the non-zeros are in the order of the flattened matrix. ``columns`` has the column of each value (int32), and
-``row_starts`` has the position among the values at which each row begins (int64, one entry more than rows). A "non-zero" is a
+The values of the non-zeros are in the order of the flattened matrix. ``columns`` has the column of each value (int32).
+``row_starts`` has the number of the first value of each row, and at its end the number of all values (int64). A "non-zero" is a
 weight that the mask keeps, even if its value is 0.
 
 A state dict calls the parts ``<name>``, ``<name>_columns`` and ``<name>_row_starts``. An exported file calls them

@@ -96,7 +96,7 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
     if is_empty:
         resets = plan_resets(model, plan, sure=reset is True)
         messages += resets.cautions if reset is None else []
-    # Masks are drawn, and warnings issued, before anything changes: either may raise, and must leave the model as it is.
+    # Masks are drawn, and warnings issued, before anything changes: both may raise, and must then leave the model as it is.
     with torch.device("cpu"):
         masks = _masks(plan, _by_parameter(own_masks, plan))
     warn(messages, stacklevel=3)
@@ -291,7 +291,7 @@ def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
             set_factor(model.get_submodule(path), factor, weight.parameter)
     for path, factor in plan.branches:
         set_branch_factor(model.get_submodule(path), factor, next(model.parameters()))
-    # These have a mask from the plan, or a mask of ones that will move.
+    # These weights have a mask from the plan, or a mask of ones that will move.
     masked = {weight.name: weight for _, weight in rows if weight.is_masked}
     no_broadcast(model, (name for weight in masked.values() for name in weight.mask_buffers))
     no_broadcast(model, (f"{path}.{FACTOR}" for row, _ in rows for path, _ in row.forward))

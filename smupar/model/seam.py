@@ -197,8 +197,8 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 
 
 def step_was_noop(optimizer: Optimizer) -> bool:
-    """Whether the last step of an optimizer changed nothing. There are two such steps: torch.distributed.checkpoint makes one
-    with a learning rate of 0 to create state, and a fused optimizer skips one if a GradScaler found an overflow."""
+    """Whether the last step of an optimizer changed nothing. There are two such steps: torch.distributed.checkpoint makes a
+    step with a learning rate of 0, to create state, and a fused optimizer skips a step if a GradScaler found an overflow."""
     overflow = getattr(optimizer, "found_inf", None)  # set by a GradScaler; reading it waits for the GPU
     if overflow is not None and bool(overflow):
         return True

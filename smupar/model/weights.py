@@ -1,4 +1,4 @@
-"""One interface to a weight matrix, whichever of three ways it is kept in.
+"""One interface to a weight matrix, which may be kept in three ways.
 
 ``DenseWeight``       a parameter of full shape, with or without a mask; it may be sharded over ranks
 ``CompressedWeight``  a parameter of the non-zeros alone, in a ``SparseLinear``
@@ -145,7 +145,7 @@ class ModelWeight(ABC):
 
     @abstractmethod
     def multiply(self, x: Tensor, *, in_dim: int = 1) -> Tensor:
-        """The layer's output for ``x`` without bias, in the dtype of ``x``; under FSDP2 this rank's part of it."""
+        """The layer's output for ``x`` without bias, in the dtype of ``x``; under FSDP2 this rank's part of the output."""
 
     @abstractmethod
     def input_gradient(self, x: Tensor, output_grad: Tensor, *, in_dim: int = 1) -> Tensor:

@@ -1,6 +1,6 @@
 """Holds the size of hidden weights at its initial value, as an alternative to weight decay.
 
-Without decay, training makes hidden weights larger, and those of sparse models grow most. Decay slows this down. Scaling each
+Without decay, training makes hidden weights larger, and in sparse models they grow most. Decay slows this down. Scaling each
 weight back after every step prevents it, and leaves the learning rate as the only thing that decides how fast weights turn.
 """
 

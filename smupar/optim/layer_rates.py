@@ -48,7 +48,7 @@ class LayerRates:
 
 
 def measured_or_corrected(measured: Tensor, corrected: Tensor) -> Tensor:
-    """The measured factor, or the corrected one where the measured factor is NaN."""
+    """The measured factor, or the corrected factor where the measured factor is NaN."""
     return torch.where(measured.isnan(), corrected, measured)
 
 

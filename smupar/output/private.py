@@ -51,7 +51,7 @@ def private_folder(path: Path) -> Iterator[Path]:
         if status.st_uid != os.geteuid():
             raise NotPrivateError(f"{path} belongs to another user")
         if status.st_mode & _OTHERS_MAY_WRITE:
-            raise NotPrivateError(f"other users can write to {path}; delete it to get a private one")
+            raise NotPrivateError(f"other users can write to {path}; delete it, and smupar makes a private folder")
         by_handle = Path(f"/proc/self/fd/{handle}")
         yield by_handle if by_handle.is_dir() else path
     finally:

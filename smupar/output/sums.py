@@ -29,12 +29,12 @@ _LENGTH = 8  # bytes at the start of a safetensors file that say how long its he
 
 
 class UncheckedWarning(UserWarning):
-    """Files without checksums were read, which an older version wrote."""
+    """Files were read that an older version wrote without checksums."""
 
 
 @dataclass(frozen=True)
 class FilePart:
-    """Consecutive bytes of a file, which follow those of the part before."""
+    """Consecutive bytes of a file. The parts of a file follow each other without gaps."""
 
     name: str
     num_bytes: int

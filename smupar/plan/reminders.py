@@ -89,7 +89,7 @@ def _about_factor(roles: list[ParamRole], role_name: str, factor: float, unscale
 def shows_scale(model: nn.Module, scale_of: Callable[[int], float]) -> bool:
     """Whether the attributes of every attention module show a head size, and the plan's scale for it.
 
-    If a module keeps one of these elsewhere, the answer is False, and the user has to settle the reminder.
+    If a module keeps the head size or the scale elsewhere, the answer is False, and the user has to settle the reminder.
     """
     attentions = find_attentions(model)
     return bool(attentions) and all(is_scaled(attention, scale_of) for attention in attentions)

@@ -1,4 +1,4 @@
-"""Decides the initial values of parameters: the std of weights that Table 1 initialises, which weights stay zero, and a
+"""Decides the initial values of parameters: the std of weights that Table 1 initialises, the weights that stay zero, and a
 factor for biases whose size follows the width.
 
 A rule wants biases and other vectors to have the same size at every width. Torch draws biases from U(-b, b) with b = 1 /

@@ -306,7 +306,7 @@ def follow_updates(
     """Sets each hidden layer's learning rate, step by step, so that updates have the same effect as in the proxy.
 
     trace   trace of the proxy, or the file that holds it
-    steps   length of this run, by default that of the proxy's run. If the lengths differ, first steps correspond by their
+    steps   length of this run, by default the length of the proxy's run. If the lengths differ, first steps correspond by their
             number, and the last step to the last.
     period  number of steps after which the run starts again, as in the rounds of IMP. Reading the trace then starts again too.
 

@@ -105,7 +105,7 @@ class TraceReader:
         refuse(not trace.at or not trace.effects, "the trace has no measured step: record it over a whole run of the proxy")
         self.cautions: list[str] = []
         if trace.diverged:
-            self.cautions.append("the run that this trace was recorded on diverged: record one at a smaller learning rate")
+            self.cautions.append("the proxy's run diverged: record a trace at a smaller learning rate")
         self.trace, self.num_steps = trace, num_steps or trace.num_steps
         targets, traced = _by_kind(names), _by_kind(trace.effects)
         for kind, layers in targets.items():

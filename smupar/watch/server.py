@@ -1,7 +1,7 @@
 """The server of `smupar watch`: the page, and JSON about what the folders hold. It only reads, and only below those folders.
 
-The page of another site could reach a server on this machine by a domain name that resolves to it (DNS rebinding). So the Host
-header of a request must be localhost, an address, or the name that was given with --host.
+The page of another site could reach a server on this machine by a domain name that resolves to this machine (DNS rebinding). So
+the Host header of a request must be localhost, an address, or the name that was given with --host.
 """
 
 from __future__ import annotations

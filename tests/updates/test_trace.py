@@ -186,7 +186,7 @@ def test_absurd_trace_warns_once_and_is_held(proxy):
 def test_trace_of_a_run_that_diverged_warns_and_is_followed_where_it_can_be(proxy):
     effects = {name: [*values[:2], *[math.nan] * (len(values) - 2)] for name, values in proxy.effects.items()}
     model, plan, optimizer = ready()
-    with pytest.warns(UpdatesWarning, match="diverged: record one at a smaller learning rate"):
+    with pytest.warns(UpdatesWarning, match="diverged: record a trace at a smaller learning rate"):
         follower = smupar.follow_updates(model, plan, optimizer, trace=replace(proxy, effects=effects))
     train(model, optimizer, range(2))
     factors = dict(follower.rates.measured)

@@ -1,10 +1,10 @@
 """Models that differ in depth: which of their layers are compared, and how a depth rule changes sizes there.
 
-Several blocks may correspond to one block of the base. Of these, the output of the last block is measured, because it ends at
-the same relative depth in every model and contains, through the residual stream, what the other blocks added. The gradient of
-the input is measured at the first block, which begins at the same relative depth. Layers inside blocks are measured in the
-middle block, which is typical of all. A depth rule divides residual branches, and with them the gradients inside. These factors
-are divided out of the measured sizes, which should then be equal at every depth.
+Several blocks may correspond to one block of the base. Then the output of the last of these blocks is measured, because this
+block ends at the same relative depth in every model. Through the residual stream its output contains what the other blocks
+added. The gradient of the input is measured at the first block, which begins at the same relative depth. Layers inside blocks
+are measured in the middle block, which is typical of all. A depth rule divides residual branches, and with them the gradients
+inside. These factors are divided out of the measured sizes, which should then be equal at every depth.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Layers:
     # path of each module to measure -> its name in the base; None measures every module, under its own name
     places: dict[str, str] | None = None
     blocks: frozenset[str] = frozenset()  # blocks in lists, whose outputs are the residual stream
-    # path of the first of several blocks -> path of the last; the input gradient of the first counts as that of the last
+    # path of the first of several blocks -> path of the last; the input gradient of the first counts as the input gradient of
+    # the last
     firsts: dict[str, str] = field(default_factory=dict)
     # path -> factor of the plan, see the methods of the same name
     outputs: dict[str, float] = field(default_factory=dict)

@@ -1,8 +1,8 @@
 """Measures sizes in one training run, by layer and step.
 
-For a layer Y = X W these are the output Y, the gradient of X through this layer alone, and dY = X dW, the change of the output
-that one update causes on the same inputs. Other matrices (experts in one tensor, recurrent weights, the user's own factors)
-have a dY too: the change of the output of the module that uses them. ``calls`` keeps the calls for this.
+For a layer Y = X W three sizes are measured: the output Y, the gradient of X through this layer alone, and dY = X dW. dY is the
+change of the output that one update causes on the same inputs. Experts in one tensor, recurrent weights and the user's own
+factors have a dY too: the change of the output of the module that uses them. ``calls`` keeps the calls for this.
 """
 
 from __future__ import annotations

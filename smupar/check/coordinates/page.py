@@ -69,7 +69,7 @@ def _shared_reasons(reasons: dict[str, list[str]]) -> list[str]:
 
 
 def _sentence(reasons: dict[str, list[str]], text: str) -> str:
-    """A reason as a sentence, which names its rules unless they are all of them."""
+    """A reason as a sentence. The sentence names the rules with this reason, unless all rules have it."""
     rules = [get_rule(rule).title for rule, texts in reasons.items() if text in texts]
     return f"{text[:1].upper()}{text[1:]}." if len(rules) == len(reasons) else f"{' and '.join(rules)}: {text}."
 

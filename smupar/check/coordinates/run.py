@@ -93,7 +93,8 @@ class GridRun:
             self.build()
             self.train(batches)
         self.readings = self.read()
-        # Models and optimizers are dropped: the report does not need them, and those of a large grid would not fit into memory.
+        # Models and optimizers are dropped: the report does not need them, and all models of a large grid would not fit into
+        # memory.
         del self.model, self.optimizers, self.schedulers
         self.__dict__.pop("recorder", None)
 
@@ -169,7 +170,7 @@ class GridRun:
             scheduler.step()
 
     def layers(self, batch: Any) -> Layers:
-        """The layers to measure. If the check varies the depth, these are one layer for each layer of the base."""
+        """The layers to measure. If the check varies the depth, there is one such layer for each layer of the base."""
         if self.cell.depth is None:
             return SAME_DEPTH
         layers = layers_of(self.model, self.grid.base, self.plan, partial(self.training.loss_fn, self.model, copy(batch)))

@@ -21,13 +21,13 @@ PASS, FAIL, EXCEPTION = "pass", "fail", "known exception"
 UNCLEAR = "more seeds"  # the confidence interval contains a threshold
 DRIFT = "drift"  # the whole interval is between the thresholds, so more seeds will not change the verdict
 # (pass below, fail above). At step 1 the size of a single layer is right up to sampling. At later steps, and in blocks,
-# nonlinear dynamics change sizes a little under any rule, while a rule without the right correction changes them by powers of
-# the width or density.
+# nonlinear dynamics change sizes a little under any rule. A rule without the right correction changes sizes by powers of the
+# width or density.
 LAYER_AT_STEP_1 = (0.2, 0.35)
 OTHERWISE = (0.5, 0.8)
 STEEPEST_EXCEPTION = -0.65  # initial logits fall like 1 / sqrt(width)
-# Without a depth rule, sums over blocks grow like the square root of the depth if their terms are independent, and the
-# embedding's share of the stream hides a part of that growth. So the thresholds over depth are lower.
+# Without a depth rule, sums over blocks grow like the square root of the depth if their terms are independent. The embedding's
+# share of the stream hides a part of this growth. So the thresholds over depth are lower.
 OVER_DEPTH = (0.2, 0.35)
 _QUERY = re.compile(r"(^|[._])(w?[qk]|query|key)(_proj|_lin)?$", re.IGNORECASE)
 # 97.5 % points of Student's t by degrees of freedom. For more degrees of freedom than the last row has, it is 1.96.
@@ -76,7 +76,7 @@ class Slope:
 
 
 def slopes(readings: Iterable[Reading]) -> list[Slope]:
-    """The slopes over every axis that has at least two points. Those that Table 1 says something about are judged."""
+    """The slopes over every axis that has at least two points. A slope is judged if Table 1 says something about it."""
     readings = _expected_sizes(readings)
     axes = [axis for axis in AXES if len({getattr(reading, axis) for reading in readings}) > 1]
     return [slope for axis in axes for slope in _judged(_fitted(readings, axis))]
@@ -199,8 +199,9 @@ def _may_shrink(slope: Slope) -> bool:
     """Whether a size may fall with the width because logits start small.
 
     Under muP and SmuPar initial logits are a sum of d random terms divided by d, so they shrink like 1 / sqrt(width) until the
-    readout has learned, for at most three steps. So may their mean over steps 2 to 4 or 5, of which steps 2 and 3 are at least
-    half. The same holds for attention logits if the head size grows, and for the gradients of queries and keys.
+    readout has learned, for at most three steps. The mean over later steps may shrink too if it ends at step 5 or before, since
+    steps 2 and 3 are then at least half of these steps. The same holds for attention logits if the head size grows, and for the
+    gradients of queries and keys.
     """
     early = slope.step <= (5 if slope.is_mean else 3)
     logits = slope.role in ("unembedding", "router", "logits") and slope.quantity == Y and early

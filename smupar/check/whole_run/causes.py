@@ -39,7 +39,8 @@ def causes(rule: str, observations: Mapping[Cell, Observation], *, is_wrong: boo
 
 
 def _uneven(observed: Observation) -> Iterator[Seen]:
-    """Layers whose weights decay faster or slower than those of most layers, for example because their decay is coupled."""
+    """Layers whose weights decay faster or slower than the weights of most layers, for example because their decay is
+    coupled."""
     rows = observed.sizes[DECAY]
     for index, step in enumerate(observed.at):
         rates = {name: values[index] for name, values in rows.items() if math.isfinite(values[index])}

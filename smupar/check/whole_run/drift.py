@@ -1,8 +1,8 @@
 """How the size of updates depends on width, density and depth over a run, and when the dependence is too strong.
 
-As in the coordinate check, a slope is that of log2(size) against log2(width, density or depth). It is fitted at each observed
-step (a look) and averaged over the layers of one kind (``blocks.*.mlp.down``). The median of three looks is judged, so that no
-single step decides.
+As in the coordinate check, a slope is the slope of log2(size) against log2(width, density or depth). It is fitted at each
+observed step (a look) and averaged over the layers of one kind (``blocks.*.mlp.down``). The median of three looks is judged, so
+that no single step decides.
 
 Late in a run the updates of a neuron's weights agree less and less. What they contribute to the output then adds up like the
 square root of their number, and no longer like the number. So the updates of neurons that keep fewer weights have a larger

@@ -2,12 +2,13 @@
 cuSPARSELt. Tensor cores multiply such a matrix in half the time.
 
 A packed matrix of cuSPARSELt has the values row by row, followed by metadata that depends only on their positions. So the
-metadata is made once, and each pass writes values in front of it: those of the matrix in the forward pass, and those of its
-transpose in the backward pass. The gradient of the weights is a dense product, from which the kept entries are picked.
+metadata is made once, and each pass writes values in front of it. The forward pass writes the values of the matrix, and the
+backward pass the values of its transpose. The gradient of the weights is a dense product, from which the kept entries are
+picked.
 
 cuSPARSELt has several algorithms for a product. When a size is used for the third time, the algorithms are timed, and the
-fastest is used from then on. So the algorithm, and with it the last bits of a product, may differ between two processes, and
-between the first products of a process and later ones.
+fastest is used from then on. So two processes may use different algorithms, and so may the first and the later products of one
+process. The last bits of a product then differ.
 """
 
 from __future__ import annotations

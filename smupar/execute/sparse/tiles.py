@@ -41,8 +41,8 @@ def tile_tokens(num_features: int, device: torch.device) -> int | None:
 
 @cache
 def shared_limit(device: torch.device) -> int:
-    """The bytes of shared memory that a block of threads can have. Without a GPU this is the number of a Hopper GPU, so that an
-    index can be made anywhere."""
+    """The bytes of shared memory that a block of threads can have. Without a GPU these are the bytes of a Hopper GPU, so that
+    an index can be made anywhere."""
     if device.type != "cuda":
         return 227 * 1024
     properties: Any = torch.cuda.get_device_properties(device)

@@ -2,7 +2,7 @@
 
 A page shows a *document*, plain JSON that `document` describes: a sentence, answers, charts, a table of runs, their progress,
 and the command that continues them. `study/view`, `check/coordinates/page`, `updates/page`, `paper/reproduce` and `watch/runs`
-make documents. The template draws all of them, so there is one look, one set of controls, and one place for keyboard, colours
+make documents. The template draws all documents, so there is one look, one set of controls, and one place for keyboard, colours
 and downloads.
 
 A page contains everything: documents, style, script and the plotting library (plotly.js, MIT, in assets). So it opens from a

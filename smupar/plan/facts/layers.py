@@ -1,7 +1,7 @@
 """The table of the layers that smupar knows. All code that must tell a Linear from a convolution asks this table.
 
-A kind of layer says which of its parameters is a weight matrix, which dimensions of the matrix are inputs and which is the
-output, what the layer reads (rows, images or indices), how well smupar understands its forward pass, and how to multiply by a
+A kind of layer says which parameter is a weight matrix, and which dimensions of the matrix are inputs or the output. It also
+says what the layer reads (rows, images or indices), how well smupar understands its forward pass, and how to multiply by its
 weight. ``register_layer`` adds the user's own layers.
 """
 

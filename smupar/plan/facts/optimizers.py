@@ -1,8 +1,8 @@
 """All facts about optimizers, one row for each.
 
-A row says which family of learning rates in Table 1 an optimizer belongs to, how it applies weight decay, how much state it
-keeps for each weight, and how it can be run. For an unknown optimizer ``facts_of`` assumes no family, and updates that mix the
-entries of a matrix. This file imports only the standard library, not torch.
+A row says which family of learning rates in Table 1 an optimizer belongs to, and how it applies weight decay. It also says how
+much state the optimizer keeps for each weight, and how it can be run. For an unknown optimizer ``facts_of`` assumes no family,
+and updates that mix the entries of a matrix. This file imports only the standard library, not torch.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def names_with(fact: str) -> tuple[str, ...]:
 
 
 def family_of(optimizer: object) -> str:
-    """The learning-rate family of an optimizer. Raises for one without a rule, and names the remedy."""
+    """The learning-rate family of an optimizer. Raises if no rule is known for the optimizer, and names the remedy."""
     facts = facts_of(optimizer)
     if facts.no_rule:
         raise ValueError(facts.no_rule)

@@ -1,7 +1,7 @@
 """Remembers the records of forward passes, so that a second plan of the same model and example needs no pass.
 
 Code, numbers and the example determine a pass. So the key of a record consists of classes and functions, every attribute of
-every module, all tensors with their values (those on the meta device have none), and the example. Some models cannot be
+every module, all tensors with their values, and the example. Tensors on the meta device have no values. Some models cannot be
 compared: those with hooks, or with attributes such as functions that close over variables. They always get a new pass.
 """
 

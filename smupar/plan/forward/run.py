@@ -1,7 +1,7 @@
 """Runs one forward pass of a copy of a model on an example, without changing the model, its buffers or the random state.
 
-A small model runs on the CPU. A large one runs on the meta device, where a pass needs no memory and hardly any time, but fails
-if control flow depends on values.
+A small model runs on the CPU. A large model runs on the meta device, where a pass needs no memory and hardly any time. Such a
+pass fails if control flow depends on values.
 """
 
 from __future__ import annotations

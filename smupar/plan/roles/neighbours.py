@@ -257,8 +257,8 @@ def with_inferred_scaling(
 
 
 def _matrix_scaling(tensor: ParameterView, setting: RoleSetting | None, sizes: Sizes | None) -> tuple[int, ...]:
-    """The scaling dimensions of a matrix, from its sizes or the user's role. Without either, a lookup scales in its output, and
-    the layer that makes the logits in its input."""
+    """The scaling dimensions of a matrix, from its sizes or the user's role. Without sizes or a role, a lookup scales in its
+    output, and the layer that makes the logits scales in its input."""
     ins, outs = tensor.in_dims[:1], tensor.out_dims
     if sizes is not None:
         dims = (ins if sizes.reads else ()) + (outs if sizes.writes_width else ())

@@ -129,8 +129,8 @@ def head_size(module: nn.Module) -> int | None:
 def _field(module: nn.Module, size: int | None) -> tuple[str, bool, float] | None:
     """(attribute that holds the scale, whether q.k is divided by it, its value).
 
-    An attribute whose value is a power of the head size takes precedence over one that only has a fitting name. q.k is divided
-    by the attribute if the module's source divides by it, or if it is a power of the head size above 1.
+    An attribute whose value is a power of the head size takes precedence over an attribute that only has a fitting name. q.k is
+    divided by the attribute if the module's source divides by it, or if it is a power of the head size above 1.
     """
     whole = {name: float(value) for name, value in vars(module).items() if type(value) is int and name in _SCALES}
     candidates = {name: value for name, value in (numbers(module) | whole).items() if not _NOT_SCALES.search(name)}

@@ -42,7 +42,7 @@ class Multiplier:
 
     def may_enter_as(self, number: float) -> bool:
         """Whether ``number``, by which the base's forward pass multiplies, may come from this multiplier. It may be the
-        multiplier's value in the base, the root of this value, or the inverse of either."""
+        multiplier's value in the base, the root of this value, the inverse of the value, or the inverse of the root."""
         powers = (self.base_value**exponent for exponent in (1, -1, 0.5, -0.5)) if self.base_value > 0 else [self.base_value]
         return any(math.isclose(number, power, rel_tol=1e-5) for power in powers)
 
