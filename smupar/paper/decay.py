@@ -245,5 +245,5 @@ FIGURE = Figure(
     runs=runs,
     draw=draw,
     claim=claim,
-    columns=3,
+    columns=2,
 )
