@@ -1,9 +1,9 @@
 """Measures how many tokens per second a GPT generates, dense and without its zeros.
 
 All sides take turns in one process. Weights are random, and masks are smupar's. transformers' own ``generate`` runs a Llama
-with the same width, depth, heads and zeros, since it has no model like the built-in GPT. The floor is the time to read weights,
-indices, keys and values once per token at the speed of memory, or if that is longer, the time of two FLOPs per non-zero and
-text. A model that fits into the processor's last-level cache can be faster than the floor.
+with the same width, depth, heads and zeros, since it has no model like the built-in GPT. The floor is the longer of two times.
+One is the time to read weights, indices, keys and values once per token at the speed of memory. The other is the time for two
+FLOPs per non-zero and text. A model that fits into the processor's last-level cache can be faster than the floor.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _generate(model: Any, prompt: Tensor, num: int) -> Took:
 
 
 class _Clock:
-    """Reads the time whenever tokens arrive. The first tokens follow from the prompt; time counts after them."""
+    """Reads the clock whenever tokens arrive. Timing starts after the first tokens, which the pass over the prompt gives."""
 
     def __init__(self, like: Tensor) -> None:
         self.like = like
@@ -277,7 +277,7 @@ def _num_kept(model: nn.Module) -> int:
 
 
 def _memory(machine: Machine, device: torch.device) -> Machine:
-    """The machine with its speed of reading memory, if that is higher than the speed of copying."""
+    """The machine's speeds. Its speed of memory is that of reading, if reading is faster than copying."""
     if device.type == "cuda":
         return machine
     big = torch.ones(2**26)

@@ -43,7 +43,8 @@ _BASE_WIDTH = 256
 
 
 def bench_parameterize(*, repeats: int = 3, model: ModelConfig = _610M, planned: ModelConfig = _70B) -> str:
-    """Times parameterize on a 610M-parameter GPT against ``normal_`` of the same tensors, and a plan for a 70B GPT."""
+    """Times ``parameterize`` on a GPT of 610M parameters against ``normal_`` of the same tensors. Also times a plan for a GPT
+    of 70B parameters."""
     about_plan = _bench_plan(planned)  # first, so that its memory shows in the peak of the process
     densities = (1.0, 0.5, 0.0625)
     plain, ours = math.inf, dict.fromkeys(densities, math.inf)

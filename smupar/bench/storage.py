@@ -1,8 +1,8 @@
 """Times training steps of complete GPTs: dense, and with layers that keep only their non-zeros.
 
 Each row compares one side, a named backend or the choice of ``auto``, with the dense model; both take turns in one process. The
-dense model has no masks, since a GPU multiplies zeros faster than other numbers. A row is written as soon as it is measured,
-and not measured again, so you can stop the benchmark at any time.
+dense model has no masks, since a GPU multiplies zeros faster than other numbers, and masks would make the dense side look too
+fast. A row is written as soon as it is measured, and is not measured again. So you can stop the benchmark at any time.
 """
 
 from __future__ import annotations
@@ -148,9 +148,9 @@ def _config(case: StorageCase, device: torch.device) -> RunConfig:
 
 
 def _floor(config: RunConfig, machine: Machine) -> float:
-    """The lower bound of a step's time: that of its FLOPs without zeros, or that of its bytes. Activations are written and read
-    once. Weight, gradient and both averages of each non-zero are read, and all but the gradient are written. Indices do not
-    count."""
+    """The lower bound of a step's time: the time for its FLOPs without zeros, or the time for its bytes, whichever is longer.
+    Activations are written and read once. Weight, gradient and both averages of each non-zero are read, and all but the
+    gradient are written. Indices do not count."""
     cost = estimate(config)
     num_bytes = 2 * cost.activation_bytes + 7 * 4 * cost.num_nonzeros
     return max(cost.sparse_flops / config.steps / machine.product_flops, num_bytes / machine.copy_bytes)

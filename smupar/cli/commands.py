@@ -161,7 +161,7 @@ def bench(
     device: Literal["cpu", "cuda"] | None = None,
     storage: bool = False,
 ) -> Reply:
-    """Measure time and memory of two or more variants, side by side in one run.
+    """Measure time and memory of two or more variants, in turns in one run.
 
     Args:
         what: parameterize: parameterize, compared with a plain normal_ of the same tensors. train: the 610M model on a GPU with

@@ -92,7 +92,7 @@ class Flag:
 
     @property
     def turns_off(self) -> bool:
-        """Whether a switch is on, or decided later, by default, so that users may want to turn it off."""
+        """Whether a switch is on by default, or its default is decided later. Such a switch needs a way to turn it off."""
         return self.is_switch and self.default != "False"
 
     @property

@@ -52,7 +52,7 @@ def hidden_words(name: str) -> set[str]:
 
 
 def visible(name: str, flags: Iterable[Flag], more: Iterable[str] = ()) -> list[Flag]:
-    """The flags of a command without those that it sets itself, and without ``more``."""
+    """The flags of a command, except those that it sets itself and those in ``more``."""
     return [flag for flag in flags if flag.name not in (*HIDDEN.get(name, ()), *more)]
 
 

@@ -24,8 +24,8 @@ def loading(what: str = "loading PyTorch") -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Turns the garbage collector off while PyTorch is loaded, and makes it skip what was loaded from then on. These half a
-    million objects live as long as the process, and searching them took a fifth of the time."""
+    """Turns the garbage collector off while PyTorch is loaded, and makes it skip what was loaded from then on. The half a
+    million objects of PyTorch live as long as the process, and searching them took a fifth of the time."""
     if "torch" in sys.modules or not gc.isenabled():
         yield
         return

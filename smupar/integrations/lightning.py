@@ -4,7 +4,7 @@
     lightning.Trainer(callbacks=[callback]).fit(Net(width=256))
 
 ``configure_optimizers`` needs no change if it returns an optimizer over ``self.parameters()`` and no scheduler: the callback
-makes the groups. A scheduler must be built on the groups, so with one write
+makes the groups. A scheduler must be built on the groups. So if you have one, write
 ``torch.optim.AdamW(self.smupar.param_groups(lr=...))``.
 """
 
@@ -38,7 +38,7 @@ from smupar.updates.observer import observe as _observe
 
 class SmuparCallback(Callback):
     """Parameterizes the module, makes its parameter groups, runs the audit before the first step, and refuses to train while a
-    reminder of the plan is open. Moves masks and measures updates after each step.
+    reminder of the plan is open. After each step it moves masks and measures updates.
 
     base        the module at base width, or a function that builds it (on the meta device)
     plan        plan of a module that is already parameterized, instead of ``base`` and settings

@@ -2,8 +2,8 @@
 measured quantity be the effect of updates on a layer's output?
 
 Every run uses the proxy's best learning rate for everything but hidden weights. Only the learning rate of hidden weights is
-swept, as a factor on the proxy's. Measured updates follow the trace of the proxy, at factor 1 without any tuning. The controls
-follow a constant, at their best factor:
+swept, as a factor on the proxy's best one. Measured updates follow the trace of the proxy, at factor 1 without any tuning. The
+controls follow a constant, at their best factor:
 
 constant   one number for the effect of updates, RMS(X dW), in all layers and at all steps
 trust      one number for the norm of an update over that of its weight, as in LAMB
@@ -78,7 +78,8 @@ def proxies(scale: Scale) -> list[RunConfig]:
 
 
 def then(scale: Scale, study: Study) -> list[RunConfig]:
-    """The runs that follow the proxy, up to the first part with missing results. The most valuable parts come first."""
+    """The runs that follow the proxy, part by part, up to the first part with missing results. The most valuable parts come
+    first."""
     asked: list[RunConfig] = []
     for part in _Plan(scale, study).parts():
         asked += part

@@ -2,7 +2,7 @@
 and length?
 
 All runs use settings that the paper's code has but the paper does not print (AdamW .9/.95, clipping at 1). The learning rate is
-2^-6, and at some densities also half and twice that. Losses are validation losses.
+2^-6, and at some densities also 2^-7 and 2^-5. Losses are validation losses.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def corner(scale: Scale) -> list[RunConfig]:
 
 @dataclass(frozen=True)
 class _Curves:
-    """The curves of a study: for each depth rule those over depth at each sparsity, and those of the corner."""
+    """The curves of a study for each depth rule: over depth at each sparsity, and in the corner."""
 
     study: dict[tuple[str, float], list[Curve]]
     corner: dict[str, list[Curve]]  # the dense base's curve, then the corner's

@@ -34,8 +34,8 @@ Ratios = dict[str, dict[int, float]]  # "kind of decay, density" -> step, counte
 
 
 def runs(scale: Scale) -> list[RunConfig]:
-    """One run for each density and kind of decay. The dense model runs with coupled decay too, which acts differently on it
-    because it is wider than the base."""
+    """One run for each density and kind of decay. The dense model runs with coupled decay too, because it is wider than the
+    base, and so coupled decay acts differently on it."""
     return [
         with_fields(decay_run(scale, density, record=True), {"weight_decay": WEIGHT_DECAY, **way})
         for way in _WAYS.values()
@@ -66,7 +66,7 @@ def _way(run: RunConfig) -> str:
 
 
 def _measured_ways(ratios: Ratios) -> list[str]:
-    """The ways that these ratios are of. The first published ones have no held sizes."""
+    """The kinds of decay for which there are ratios. The first published page had no held sizes."""
     return [way for way in _WAYS if any(name.startswith(f"{way},") for name in ratios)]
 
 

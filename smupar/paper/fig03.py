@@ -171,7 +171,7 @@ def _loss_panel(width: int, depth: int, lines: dict[str, dict[float, list[float]
 
 
 def _gap_panel(width: int, lines: dict[str, dict[float, list[float]]]) -> Panel:
-    """The excess of the other lines over SmuPar, here and in the paper."""
+    """The excess of the other lines' loss over SmuPar's, here and in the paper."""
     ours = _means(lines)["SmuPar"]
     gaps = {
         name: {s: [100 * (loss / ours[s] - 1) for loss in seeds] for s, seeds in own.items() if s in ours}

@@ -96,8 +96,8 @@ def _vanish(sizes: SlopesOverDensity, rule: str, quantity: str, role: str, steps
 
 def _independent(sizes: SlopesOverDensity) -> Claim:
     """Whether gradients at init behave as if they were independent of the weights, which the paper assumes without a test.
-    Otherwise sums over a neuron's weights would not grow like the square root of their number, and sizes would depend on
-    density under SmuPar, which divides by that root."""
+    If they were not, sums over a neuron's weights would not grow like the square root of the number of weights. SmuPar divides
+    by this root, so sizes would then depend on density."""
     slopes = _chosen(sizes, "smupar", GRAD_X, "hidden", (1,))
     largest = max(slopes, key=abs)
     return Claim(

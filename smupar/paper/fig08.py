@@ -38,7 +38,7 @@ def _point(curve: Curve) -> Point:
 
 
 def claim(rows: Rows) -> Claim:
-    """Density 1 is left out, since SmuPar is muP there, and SP's gap has nothing to do with sparsity."""
+    """Density 1 is left out, since there SmuPar is muP, and SP's gap has nothing to do with sparsity."""
     asked, smupar = NUM_SPREADS * spread_of_seeds(rows), curves(rows, "smupar")
     return all_of(*(_is_behind(title(rule), curves(rows, rule), smupar, asked) for rule in ("sp", "mup")))
 

@@ -38,8 +38,8 @@ def runs(scale: Scale) -> list[RunConfig]:
     width = partial(iso_width, sp.model.width, head_dim=sp.model.head_dim)
 
     def has_lower_lr(run: RunConfig) -> bool:
-        """Whether Table 4 gives this run of SP a lower learning rate. At scales where SP's rate already falls with width, it
-        does not apply."""
+        """Whether Table 4 gives this run of SP a lower learning rate. False at scales where SP's rate already falls with
+        width."""
         return run.rule == "sp" and run.lr == sp.lr and run.model.width > _WIDER * sp.model.width
 
     runs = runs_of(scale, "iso-pretraining", width=width)

@@ -89,7 +89,7 @@ def _curves(rows: Rows, method: str, rule: str, correction: str = "fixed", *, fo
 
 
 def _columns(rows: Rows, method: str) -> dict[str, list[Curve]]:
-    """The curves of each column of the picture. The column that only GMP has comes last, so that columns align."""
+    """The curves of each column of the picture. One column exists only for GMP. It comes last, so that the others align."""
     columns = {title(rule): _curves(rows, method, rule) for rule in RULES}
     columns["measured updates"] = _curves(rows, method, "smupar", "moment", follows=True)
     if method == "gmp":
@@ -145,8 +145,8 @@ def _falls(smupar: list[Curve], method: str) -> Claim:
 
 
 def _rises(curves: list[Curve], whose: str) -> Claim:
-    """Whether the optimum of SP or muP rises, as in the paper. This is unknown if the optimum is at the edge of the grid, only
-    one step away."""
+    """Whether the optimum of SP or muP rises, as in the paper. This is unknown if the optimum has risen by only one step and
+    lies on the edge of the grid."""
     optima, step = [curve.best for curve in curves], curves[0].values[1] / curves[0].values[0]
     rise = optima[-1] / optima[0]
     text = (

@@ -1,8 +1,9 @@
-"""Beyond the paper: does weight decay help because it keeps weights small, and would holding their size do better?
+"""Beyond the paper: does weight decay help because it keeps weights small? Would it be better to hold the size of weights
+constant?
 
 Runs with held sizes scale each hidden weight back to the size of its init after each step, and do not decay it. Other runs have
 no decay, decay of all parameters, of hidden weights alone, or of norms alone. Settings are those of the decay study. The usual
-learning rate is 2^-6, and half and twice that are tried as well.
+learning rate is 2^-6. Half of it and twice of it are tried as well.
 """
 
 from __future__ import annotations

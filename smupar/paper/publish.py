@@ -68,7 +68,7 @@ def measured_in(facts: dict[str, Any]) -> Any:
 
 
 def refuse_other_scale(into: str | Path, names: Iterable[str], scale: Scale) -> None:
-    """Raises if a page would change its scale, because its handwritten section is about one scale."""
+    """Raises if a page would change its scale, because the handwritten section of a page is about one scale."""
     for name in names:
         path = Path(into) / f"{name}.json"
         if path.exists() and (there := read_published(path)["scale"]) != scale.name:

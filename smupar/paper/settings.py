@@ -234,7 +234,7 @@ class Scale:
         return _for_rule(TABLE_4[experiment].lr, rule, TABLE_3["lr"])
 
     def _init_std(self, experiment: str, rule: str, width: int) -> float:
-        """The printed init std. If SP's depends on the width, it is converted to the width of the scale."""
+        """The printed init std. Where SP's init std depends on the width, it is converted to the width of the scale."""
         printed = TABLE_4[experiment]
         value = _for_rule(printed.init_std, rule, TABLE_3["init_std"])
         if self.name == "paper":

@@ -25,7 +25,7 @@ def _optimum(curve: Curve) -> Point:
 
 
 def draw(rows: Rows) -> list[Panel]:
-    """The best learning rates, and those of exact proportionality. Sparser models are on the right."""
+    """The best learning rates, and what they would be in exact proportion. Sparser models are on the right."""
     lines = []
     for rule in _RULES:
         own, name, colour = curves(rows, rule), title(rule), rule_colour(title(rule))

@@ -47,8 +47,9 @@ class TransferConfig:
     values: tuple[float, ...] = ()
     """Values to sweep. Default: 2^-11 .. 2^-4 for lr, and 1/8 to 8 times the tuned value for others."""
     rules: tuple[str, ...] = ("sp", "mup", "smupar")
-    """Rules of Table 1 to compare. measured: SmuPar's init, with updates that follow those of the proxy at its best value.
-    moment, only with --dynamic gmp or imp: SmuPar with the current density (smupar uses the last one, as in the paper)."""
+    """Rules of Table 1 to compare. measured: SmuPar's init, with learning rates by which updates have the same effect as in the
+    proxy at its best value.
+    moment, only with --dynamic gmp or imp: SmuPar with the current density (smupar uses the final density, as in the paper)."""
     sparsities: tuple[float, ...] = (0.0, 0.75, 0.9375)
     """Sparsities of the targets."""
     widths: tuple[int, ...] = (256,)
@@ -60,7 +61,7 @@ class TransferConfig:
     proxy_depth: int | None = None
     """Depth of the proxy. Default: the depth of the targets."""
     proxy_steps: int | None = None
-    """Steps of the proxy's runs. Default: as many as the targets have; with --dynamic imp as many as one round has."""
+    """Steps of the proxy's runs. Default: the steps of a target's run; with --dynamic imp, those of one round."""
 
     def __post_init__(self) -> None:
         for name in ("rules", "sparsities", "widths"):

@@ -45,7 +45,7 @@ class Panel:
     marked_x: float | None = None  # x of a dotted vertical line
     marked_label: str = ""
     log_x: bool = True
-    whole_y: bool = False  # whether all values are shown, or only those near the best
+    whole_y: bool = False  # True: y ranges over all values; False: only over those near the best
     rule: str = ""  # title of the rule that gives the colour on a page
     finding: str = ""  # what the curves show in a few words. A picture has it in the title, a page in its cards
     falling_x: bool = False  # whether x falls from left to right. Sparser models are always on the right
@@ -112,7 +112,7 @@ def _chart_point(point: Point) -> ChartPoint:
 
 
 def rule_in(text: str) -> str:
-    """The title of the rule that a text starts with; "" if there is none."""
+    """The rule's title with which the text starts; "" if it starts with none."""
     titles = [rule.title for rule in RULES.values() if text.startswith(rule.title)]
     return max(titles, key=len, default="")
 
@@ -144,7 +144,7 @@ def _best_point(line: Line) -> Point | None:
 
 def interval(line: Line) -> tuple[float, float, float, int] | None:
     """The optimum of a line, the two points between which it lies, and a side: -1 or 1 if the best point is the leftmost or the
-    rightmost, 0 otherwise. At an end the optimum may lie beyond, and is taken to be at the end."""
+    rightmost, 0 otherwise. If the best point is at an end, the optimum may lie beyond it, and is taken to be that end."""
     points, best = _finite_points(line), _best_point(line)
     if best is None:
         return None

@@ -61,8 +61,8 @@ def _more_seeds_of(stage: Stage, axis: str, seeds: int, study: Study) -> list[Ru
 
 
 def more_seeds(study: Study, first: Sequence[RunConfig], axis: str, seeds: int) -> list[RunConfig]:
-    """More seeds where they matter, at the best value of every curve and its two neighbours. Their results may move the best
-    value, so a study calls this until it proposes nothing new."""
+    """More seeds where they matter, at the best value of every curve and its two neighbours. The new results may move the best
+    value, so a study calls this again until it proposes nothing new."""
     if seeds == 1:  # saves time: the page of a large study calls this whenever it is made
         return []
     runs = []

@@ -210,7 +210,8 @@ def _train_division(
     device: torch.device,
     progress: StudyProgress,
 ) -> None:
-    """Trains the unfinished stacks of a division. ``stack`` holds the runs of the first one, if it has been built already."""
+    """Trains the unfinished stacks of a division. ``stack`` holds the runs of the first stack, if that has been built
+    already."""
     by_id = {config.id: config for config in group}
     if division.size == 0:
         division.write(study)
@@ -220,8 +221,8 @@ def _train_division(
         wanted = study.missing([by_id[run] for run in runs if run in by_id])
         if not wanted:
             continue
-        # Copies fill the places of runs that are no longer wanted, and those after the last run. So all stacks have the same
-        # size: nothing has to be compiled again, and the other runs are rounded as before.
+        # Copies of runs fill the places of runs that are no longer wanted, and the places after the last run. So all stacks
+        # have the same size: nothing has to be compiled again, and the other runs are rounded as before.
         part = [by_id.get(run, wanted[0]) for run in runs]
         filled = part + [part[-1]] * (division.size - len(part))
         if stack is None:
@@ -267,8 +268,8 @@ def seconds_of_warm_step(stack: GPTStack, device: torch.device) -> float:
 def largest_stack(config: RunConfig, device: torch.device, *, share: float = _USABLE) -> int:
     """How many such runs fit into a share of the device's free memory; 0 if not even one does."""
     cost, model = estimate(config), config.model
-    # Attention by products keeps its scores in every layer, in fp32 and as weights. On a CPU nothing is left out here, so that
-    # stacks are as large as those of older studies.
+    # Attention by products keeps its scores in every layer, in fp32 and as weights. On a CPU these scores are counted as well,
+    # although fused attention does not keep them, so that stacks are as large as in older studies.
     keeps_scores = device.type == "cpu" or fastest_attention(config, device) == "products"
     scores = 8 * model.depth * model.num_heads * config.batch_size * config.seq_len**2 if keeps_scores else 0
     # Saving copies a stack's state twice in the host's memory.

@@ -1,8 +1,8 @@
 """Predicts the cost of a study: number of runs, time and memory. ``smupar sweep --dry-run`` prints it.
 
 The time on this machine is measured with a few steps of each shape, in the stacks that the study would use. The time of runs
-that are not stacked follows from FLOPs, and so does the time on a cluster. Some runs depend on results, such as further seeds
-around an optimum. They are counted as if every optimum lay in the middle of its axis.
+that are not stacked, and the time on a cluster, follow from FLOPs. Some runs depend on results, such as further seeds around an
+optimum. They are counted as if every optimum lay in the middle of its axis.
 """
 
 from __future__ import annotations

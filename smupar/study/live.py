@@ -3,8 +3,8 @@
 planned.json        the runs of the current stage that had not ended when it began
 live/HOST-PID.json  a sign of life of each process that trains: its runs, speed, progress and losses so far
 
-Threads write both, so seldom that writing costs less than ``_SHARE`` of the time. Nothing in a study depends on them. A killed
-process leaves its file; readers see by the file's age, or by the process id on the same machine, that it is gone.
+Threads write both, rarely enough that writing costs less than ``_SHARE`` of the time. Nothing in a study depends on them. A
+killed process leaves its file; readers see by the file's age, or by the process id on the same machine, that it is gone.
 """
 
 from __future__ import annotations

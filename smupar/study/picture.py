@@ -95,7 +95,8 @@ def _draw_title(panel: Panel, axis: Any) -> None:
 
 
 def _draw_legend(figure: Any, panels: Sequence[Panel], axes: Any, *, above: bool, many: bool) -> None:
-    """One legend for all panels. If rows above the curves name these, it explains the rest: stars, seeds, the dotted line."""
+    """One legend for all panels. If the rows above the curves name the curves, the legend explains the other marks: stars,
+    seeds, the dotted line."""
     if not (above or many):
         return
     keys = {label: key for axis in axes for key, label in zip(*axis.get_legend_handles_labels(), strict=True)}

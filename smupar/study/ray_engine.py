@@ -37,7 +37,7 @@ from smupar.study.stacks import recorded_divisions, without
 from smupar.study.store import Study
 
 # Each task on a GPU compiles its step, so it gets as many runs as possible. On cores, small tasks spread the work more evenly,
-# and less is lost with one.
+# and less work is lost if a task is.
 _PARTS_PER_SLOT = {"GPU": 1, "CPU": 4}
 _MOST = 64  # runs in a part
 NUM_RETRIES = 3  # how often Ray repeats a task whose worker is lost

@@ -1,5 +1,5 @@
-"""Does a hyperparameter transfer? Sweeps it on the dense proxy and on wide, sparse and deep targets under several rules, and
-says how far each rule's optimum moved and what the proxy's optimum costs on the targets."""
+"""Does a hyperparameter transfer? Sweeps it on the dense proxy and on wide, sparse and deep targets, under several rules. Says
+how far the optimum moved under each rule, and by how much the loss of a target rises if it keeps the proxy's optimum."""
 
 from __future__ import annotations
 

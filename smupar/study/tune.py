@@ -29,7 +29,7 @@ from smupar.study.store import Result, Study
 
 FORMAT = "smupar-hps/1"
 _SIZES = ("base_width", "base_depth")  # sizes of the proxy
-_DIGITS = 6  # digits of a sampled value: rounded, so that its run has the same id on every machine
+_DIGITS = 6  # significant digits of a sampled value, which is rounded so that its run has the same id on every machine
 _CLOSE = 0.01  # a loss this close to the best counts as equally good
 _LEAST_SAMPLES = 16  # with fewer samples nothing can be said about what matters
 _EDGE = 0.05  # share of a range's logarithm: a best value this close to an end calls for a wider range

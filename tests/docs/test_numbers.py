@@ -136,11 +136,12 @@ def test_decay_page_has_what_the_amount_costs_elsewhere():
     scans = [scan(of, density) for of in elsewhere for density in {own for own, _ in of}]
     cost = max(own[0.1] / min(own.values()) - 1 for own in scans)
     page = words("docs/decay.md")
-    assert f"At width 256, at 500 and at 8000 steps 0.1 costs at most {percent(cost, 2)} against the best amount there" in page
+    where = "At width 256, and in runs of 500 and of 8000 steps,"
+    assert f"{where} 0.1 costs at most {percent(cost, 2)} against the best amount there" in page
     short, long = study(steps=500), study(steps=8000)
     assert best(scan(short, 1 / 32)) == max(amount for _, amount in short)
     assert (best(scan(long, 1.0)), best(scan(long, 1 / 32))) == (0.03, 0.2)
-    assert "in 8000 steps the dense one at 0.03 and the sparse one at 0.2" in page
+    assert "In 8000 steps the dense model is best at 0.03 and the sparse one at 0.2" in page
 
 
 def test_decay_page_is_right_that_half_and_twice_the_learning_rate_are_worse():
@@ -159,7 +160,7 @@ def test_decay_page_has_what_coupled_decay_and_decay_of_some_parameters_cost():
     assert f"loses** {coupled[0]} at density 1/8, {coupled[1]} at 1/32 and {coupled[2]} at 1/128" in page
     matrices, hidden = ([lost(density, decayed=part) for density in (1 / 8, 1 / 32)] for part in ("matrices", "hidden"))
     assert f"the loss is {matrices[0]} higher at density 1/8 and {matrices[1]} at 1/32" in page
-    assert f"if only hidden weights do, {hidden[0]} and {hidden[1]}" in page
+    assert f"If only hidden weights decay, it is {hidden[0]} and {hidden[1]} higher" in page
     dense = [abs(study(decayed=part)[1, 0.1] / main[1, 0.1] - 1) for part in ("matrices", "hidden")]
     assert f"For dense models the difference is {percent(max(dense))} at most" in page
 

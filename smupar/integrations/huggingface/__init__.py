@@ -7,8 +7,8 @@ folders       ``save_pretrained`` saves masks and plan, ``load`` restores them, 
 folding       folds every factor and scale of a model into the weights of a plain one
 training      an optimizer from ``TrainingArguments`` and a callback, for ``transformers.Trainer``
 
-Names are imported on first use, after a check of the version, because these files import names that other versions of
-transformers lack.
+Names are imported on first use, after a check of the version of transformers, because these files import names that other
+versions lack.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def base_config(config: PreTrainedConfig, width: int = 256) -> PreTrainedConfig:
     key stay the same; the number of heads and the width of MLPs change in proportion.
 
     A single head stays a single head. If keys and values have a single head, the number of queries per key changes with the
-    width. If queries have a single head, its size changes, unless the config sets the size.
+    width. If queries have a single head, the size of that head changes, unless the config sets the size.
     """
     kind = config.model_type
     refuse(

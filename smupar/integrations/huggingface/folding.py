@@ -1,8 +1,8 @@
 """Folds everything that a plan adds to a model into the weights of a plain model, with the same outputs.
 
 Forward factors are multiplied into tables, heads and the ends of residual branches, and attention scales into the layers that
-make the queries. Numbers that were set to the base's values are multiplied into a table or the head next to them. Trials on
-small inputs show which fold leaves the outputs unchanged.
+make the queries. Numbers that were set to the base's values are multiplied into a table or the head next to them. Several ways
+to fold are tried on small inputs, to find one that leaves the outputs unchanged.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def folded(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     for name, buffer in plain.named_buffers():
         if name not in set_here:
             buffer.copy_(buffers[name])
-    for each in numbers:  # keep the values of training, until they are folded one by one
+    for each in numbers:  # the numbers keep their values of training, until they are folded one by one
         set_multiplier(plain, each.path, each.name, each.base_value)
     for path, factor in plan.branches:
         _scale_rows(plain.get_submodule(path), (), factor)
@@ -180,8 +180,8 @@ def _fold_number(plain: PreTrainedModel, number: Multiplier) -> None:
 
 
 def _fold_untied(model: PreTrainedModel, plain: PreTrainedModel) -> None:
-    """Some models divide logits by a power of the width only while the head is tied. Multiplies the untied head by what is
-    missing then."""
+    """Some models divide logits by a power of the width only while the head is tied. Multiplies the untied head by this missing
+    factor."""
     head = plain.get_output_embeddings()
     weight = getattr(head, "weight", None)
     wanted, made = next(outputs(model), None), next(outputs(plain), None)

@@ -80,4 +80,4 @@ class SmuparCallback(TrainerCallback):
         if self.sparsifier.has_stepped():
             self.sparsifier.step()
         else:  # fp16 overflowed, so there was no step
-            self.sparsifier.load_state_dict(self.sparsifier.state_dict())  # forgets the gradients it saw
+            self.sparsifier.load_state_dict(self.sparsifier.state_dict())  # the sparsifier forgets the gradients of this step

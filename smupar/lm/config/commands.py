@@ -73,10 +73,10 @@ class CheckConfig:
     steps: int = 10
     """Steps of each run."""
     whole_run: int | None = None
-    """Train this many steps instead, with warm-up and a learning rate that falls to zero, and report from which step on updates
-    drift. Pass the batch size and sequence length of your own runs."""
+    """Train this many steps instead, with warm-up and a learning rate that falls to zero, and report from which step on the
+    sizes of updates drift. Pass the batch size and sequence length of your own runs."""
     weight_decay: float = 0.0
-    """Weight decay: at each step weights shrink by the learning rate times this. It matters for a whole run, hardly for ten
+    """Weight decay: at each step weights shrink by the learning rate times this. It matters over a whole run, and hardly in ten
     steps."""
     seeds: int = 3
     """Number of seeds; more seeds make intervals smaller."""
@@ -195,7 +195,7 @@ class TasksConfig:
 
 @dataclass(frozen=True)
 class ScoringConfig:
-    """How loglikelihoods are computed. Apart from max_length and rounding, nothing here changes them."""
+    """How loglikelihoods are computed. Apart from max_length and rounding, nothing here changes the results."""
 
     device: str = "auto"
     """auto: a GPU if there is one."""
@@ -204,7 +204,8 @@ class ScoringConfig:
     dtype: Literal["fp32", "bf16"] = "fp32"
     """bf16 is for products and activations; weights and softmax stay fp32."""
     max_length: int = 2048
-    """Longest input in tokens; earlier tokens are cut off. If a model has fewer positions, that is its limit."""
+    """Longest input in tokens; the beginning of a longer text is cut off. If a model has fewer positions, their number is its
+    limit."""
 
     def __post_init__(self) -> None:
         check_choices(self)

@@ -1,5 +1,5 @@
-"""Presets are named starting points for runs: functions that return a full configuration, of which flags change single fields.
-They take the rule and the width, because in the paper's settings other fields depend on these."""
+"""Presets are named starting points for runs: functions that return a full configuration, which flags change field by field.
+The functions take the rule and the width, because in the paper's settings other fields depend on these."""
 
 from __future__ import annotations
 

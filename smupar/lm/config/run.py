@@ -101,15 +101,15 @@ class RunConfig:
     rule: str = "smupar"
     """sp, mup, smupar, smupar-init-only, smupar-lr-only or smupar-aligned."""
     kappa: float | None = None
-    """For smupar-aligned: with how many weights per neuron the part of an update on which they agree is as large as the rest,
-    as measured on the proxy (docs/rules.md)."""
+    """For smupar-aligned: the number of weights per neuron at which the part of an update on which these weights agree is as
+    large as the other part, as measured on the proxy (docs/rules.md)."""
     base_width: int = 64
     """Width at which lr, init_std and the alphas were tuned."""
     base_depth: int | None = None
     """Number of blocks of the model on which lr, init_std and the alphas were tuned. Default: --depth."""
     depth_rule: Literal["completep", "depth-mup", "none"] | None = None
-    """How factors follow the depth. completep: branches are divided by depth over base depth; depth-mup: by its square root;
-    none: not at all. Default: completep for SmuPar's rules, none for sp and mup."""
+    """How factors follow the depth. completep: branches are divided by depth / base depth; depth-mup: by the square root of
+    that ratio; none: not at all. Default: completep for SmuPar's rules, none for sp and mup."""
     sparsity: float | None = None
     """Share of hidden weights that are zero, in [0, 1); with pattern neuron the share of neurons. Default: 0.9375; with pattern
     N:M, what the pattern implies."""
@@ -121,8 +121,8 @@ class RunConfig:
     """How masks move. rigl: drops weights and grows others by their gradients; set: grows them at random; gmp: prunes
     gradually, from dense to the sparsity; imp: prunes in rounds, and rewinds to the first weights after each."""
     rounds: int = 4
-    """For imp: number of prunings. The run has one more round than that; rounds have equal length, and each runs the whole
-    schedule."""
+    """For imp: number of prunings. The run has one more round than prunings. All rounds have the same number of steps, and each
+    runs the whole schedule."""
     mask_every: int = 100
     """Steps between two moves of the masks."""
     mask_stop: float = 0.75
@@ -236,8 +236,8 @@ class RunConfig:
 
     @property
     def residual_depth(self) -> int:
-        """The depth in the model's own factor 1 / sqrt(2 depth). If a depth rule scales the branches, it is the base's, so that
-        depth does not count twice."""
+        """The depth in the model's own factor 1 / sqrt(2 depth). If a depth rule scales the branches, this is the base's depth,
+        so that depth does not count twice."""
         return self.base_depth if self.scales_branches and self.base_depth is not None else self.model.depth
 
     @property
@@ -355,8 +355,8 @@ class Execution:
     full: bool = False
     """Print every number of every parameter in the plan, not a summary by kind of layer."""
     peak_tflops: float | None = None
-    """Peak speed of one device, for the share of peak in the progress line. Default on a GPU: the datasheet's, or else the
-    measured speed of a large product. On a CPU no share is shown unless it is given."""
+    """Peak speed of one device in TFLOP/s, for the share of peak in the progress line. Default on a GPU: the datasheet's, or
+    else the measured speed of a large product. On a CPU no share is shown unless you give the peak."""
 
     def __post_init__(self) -> None:
         check_choices(self)

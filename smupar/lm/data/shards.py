@@ -1,8 +1,8 @@
-"""Prepared text on disk: a folder of raw token arrays and an index that describes them.
+"""Prepared text on disk: a folder of raw token arrays and an index that describes these arrays.
 
-``tokens-00000.bin``, ``tokens-00001.bin``, ... hold little-endian unsigned integers of 1, 2 or 4 bytes, whatever the
-vocabulary needs. A file that has its final name is complete and on disk. ``index.json`` is written last: a folder that has one
-is complete.
+``tokens-00000.bin``, ``tokens-00001.bin``, ... hold little-endian unsigned integers, of 1, 2 or 4 bytes, as the size of the
+vocabulary requires. A file that has its final name is complete and on disk. ``index.json`` is written last: a folder that has
+one is complete.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reads a file once, hashes it while reading, and notices if it changes, then or later."""
+"""Reads a file once, hashes it while reading, and notices if the file changes, meanwhile or later."""
 
 from __future__ import annotations
 

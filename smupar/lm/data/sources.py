@@ -32,7 +32,7 @@ class TextPiece(NamedTuple):
     text: str  # empty for a row without text; empty pieces are counted, so that a resumed preparation can skip by number
     ends_document: bool
     position: int  # bytes of the file read so far, for the progress bar
-    read: ReadBytes | None  # what the file held up to that position, or all of it for Parquet; None for a dataset
+    read: ReadBytes | None  # size and hash of the file up to that position, for Parquet of the whole file; None for a dataset
 
 
 class BrokenOffError(ValueError):

@@ -2,8 +2,9 @@
 so this needs no memory.
 
 Conventions: a multiplication and an addition are two FLOPs; backward is twice forward; attention counts all T keys of a
-query, masked or not, as the paper's figures do. Hours follow from the usual share of peak, which counts only 6 FLOPs per
-parameter and token. Dense layers multiply zeros as well; "sparse" counts FLOPs without zeros.
+query, masked or not, as the paper's figures do. Hours follow from an assumed share of the peak speed. By the usual convention
+this share counts 6 FLOPs per parameter and token, and nothing else. Dense layers multiply zeros as well; "sparse" counts FLOPs
+without zeros.
 """
 
 from __future__ import annotations

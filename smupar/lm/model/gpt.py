@@ -50,16 +50,16 @@ class Cache:
         return self._bias
 
     def _padded(self, num_keys: int) -> Tensor:
-        """Where a query must not see a key because the key is padding. Padding itself may attend to padding, since a softmax
-        over nothing would be NaN."""
+        """True where a query must not see a key because the key is padding. Queries that are padding may see padding, since a
+        softmax over nothing would be NaN."""
         assert self.padding is not None
         position, first = torch.arange(num_keys, device=self.padding.device), self.padding[:, None, None, None]
         return (position < first) & (position[self.length :, None] >= first)
 
 
 class LayerCache:
-    """Keys and values of one layer. Their buffers double when they are full, so that each token is copied about once on
-    average."""
+    """Keys and values of one layer. A full buffer is replaced by one of twice the size, so that each token is copied about once
+    on average."""
 
     def __init__(self, model_cache: Cache) -> None:
         self.model_cache = model_cache

@@ -74,7 +74,7 @@ def save(
 
 
 def _write_state(path: Path, state: dict[str, Any]) -> None:
-    """Writes state.json. Its seal also tells that the tensors have checksums, which older versions did not write."""
+    """Writes state.json. The seal in it also says that the tensors have checksums. Older versions wrote neither."""
     sealed = (path / SUMS).exists()
     write_atomic(path / STATE, sealed_json(state, indent=None) if sealed else json.dumps(state))
 
@@ -143,8 +143,8 @@ class DamagedCheckpointError(ValueError):
 
 
 def check(path: Path, world: World, *, only: str = "") -> None:
-    """Compares a checkpoint with its checksums before any of it is loaded. ``only`` limits this to files that start with it.
-    The ranks divide the tensors among them, and all raise DamagedCheckpointError if one of them finds damage."""
+    """Compares a checkpoint with its checksums before any of it is loaded. With ``only`` it compares just the files whose names
+    start so. The ranks divide the tensors among them, and all raise DamagedCheckpointError if one of them finds damage."""
     sums = read_checksums(path)
     if sums is None:
         if world.is_main:

@@ -128,7 +128,7 @@ class RunFolder:
 
     def __init__(self, path: Path, config: RunConfig, corpus: Corpus) -> None:
         self.path = path
-        self.config = config  # the folder's own, whose text may have been at another path
+        self.config = config  # the configuration in the folder; the text may have been at another path
         self._metrics: IO[str] | None = None
         self._rows = xxhash.xxh3_64()
         with contextlib.ExitStack() as locks:
@@ -196,7 +196,8 @@ class RunFolder:
 
     def resume_metrics(self, step: int, expected: int = 0, checksum: str | None = None) -> int:
         """Drops lines that are damaged, or were written after the checkpoint from which the run continues. Reports damaged
-        lines, and what differs from the number and the checksum in the checkpoint. Returns the number of lines left."""
+        lines, and whether the number or the checksum of the rows differs from the checkpoint's. Returns the number of lines
+        left."""
         path = self.path / METRICS_FILE
         kept, damaged = rows_until(path, step)
         for number in damaged:

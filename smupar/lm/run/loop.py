@@ -55,7 +55,7 @@ class Progress:
     valid_step: int | None = None
     best_valid_loss: float | None = None
     best_step: int | None = None
-    since_row: list[float] = field(default_factory=list)  # losses since the last row of metrics, for the mean in the next
+    since_row: list[float] = field(default_factory=list)  # losses since the last row of metrics, for the mean in the next row
     num_rows: int = 0  # rows of metrics so far; 0 if an older version did not count them
 
     @property
@@ -139,7 +139,8 @@ class Loop:
         return "finished"
 
     def _waited_long(self) -> bool:
-        """Whether the last look was so long ago that a checkpoint may be due before the next."""
+        """Whether so much time has passed since the last look at the losses that a checkpoint may be due before the next
+        look."""
         return self.cadence.look_every > 0 and time.perf_counter() - self.since > LONGEST_LOOK
 
     def _catch_up(self) -> bool:

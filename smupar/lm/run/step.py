@@ -46,8 +46,8 @@ class Stepper:
         """``trace`` is the trace to follow; by default it is read from the file ``config.follow``.
 
         The order matters. Weights get their storage first, then optimizers are built. The audit comes before measured updates
-        and pruning, which give each hidden weight its own group. These also add hooks and buffers, so DDP wraps the model after
-        them. Then the model is compiled, and the whole step is captured.
+        and pruning, because these give each hidden weight its own group. They also add hooks and buffers, so DDP wraps the
+        model afterwards. Then the model is compiled, and the whole step is captured.
         """
         self.config, self.configs, self.world, self.corpus = config, [config], world, corpus
         self.upload = Uploader(world.device)
@@ -155,7 +155,8 @@ class Stepper:
             return self._update(*self._batch(self.corpus.train, self.config.seed, step)).clone()
 
     def _passes(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Does the whole step: all micro-batches, the optimizers, the sparsifier, and what holds the sizes of weights."""
+        """Does the whole step: all micro-batches, the optimizers, the sparsifier, and restoring the sizes of weights that are
+        held."""
         total = torch.zeros((), device=self.world.device)
         for optimizer in self.optimizers:
             optimizer.zero_grad()

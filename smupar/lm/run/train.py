@@ -76,7 +76,7 @@ def _train(
     """Trains in ``path``. ``folder`` is None except on the main rank, which writes."""
     stepper = Stepper(config, how, world, corpus, read_followed(path))
     if folder:
-        folder.begin(config, corpus)  # not earlier, since a configuration that cannot be built must not occupy the folder
+        folder.begin(config, corpus)  # not earlier: if the model cannot be built, the folder must stay free
     if shows:
         _say(world, _plan_text(stepper, full=how.full))
     if world.is_main and config.few_moves_warning:

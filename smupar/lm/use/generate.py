@@ -22,7 +22,7 @@ from smupar.lm.use.export import folded
 from smupar.lm.use.load import is_of_transformers, load_model, load_transformers, num_positions
 from smupar.plan.settings import refuse
 
-_COLDEST = 1e-30  # below this, logits divided by the temperature overflow fp32; long before, the likeliest token is certain
+_COLDEST = 1e-30  # below this, logits / temperature overflow fp32; the likeliest token is certain at much higher ones
 
 Logits = Callable[[Tensor], Tensor]  # new tokens (texts, tokens) -> logits of the next tokens (texts, vocabulary)
 
@@ -165,8 +165,8 @@ def choose(logits: Tensor, config: GenerateConfig, rngs: list[torch.Generator]) 
 
 
 def _pieces(decoder: Decoder, prompt: list[int], tokens: Iterator[int]) -> Iterator[str]:
-    """The text in pieces. For each token, only the text since the last piece is decoded, together with that piece, since a
-    tokenizer may treat the beginning of a text differently."""
+    """The text in pieces. For each token, only the text since the last piece is decoded. The last piece is decoded with it,
+    since a tokenizer may treat the beginning of a text differently."""
     yield decoder.decode(prompt)
     ids, before, shown = list(prompt), max(0, len(prompt) - 1), len(prompt)
     for token in tokens:
