@@ -1,6 +1,7 @@
 """Ways to run a step faster.
 
-stacked         many models of one shape as one; batched: runs them, attention and products: their kernels
+stacked         trains many models of one shape as one
+batched         the parts of such a step; attention and products: its kernels
 cuda_graphs     a step as one CUDA graph
 sparse          layers that keep only their non-zeros
 timing          the time of a step

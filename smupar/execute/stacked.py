@@ -28,7 +28,7 @@ from smupar.plan.facts.optimizers import facts_for_role, family_of, names_with
 from smupar.plan.plan import Plan
 from smupar.plan.settings import refuse
 
-# The number of models that run at the same time, except in training steps. A captured training step holds most of the memory.
+# Outside of training steps only this many models run at a time, since a captured training step holds most of the memory.
 _CHUNK = 4
 SUPPORTED = names_with("stackable")
 
@@ -38,8 +38,8 @@ class Hyperparameters:
     """One model's optimizer: the arguments of ``param_groups`` and of the optimizer, with torch's defaults."""
 
     lr: float
-    # Learning rate of an AdamW that trains all parameters but hidden weights. None means that there is no such AdamW, except
-    # for Muon, where it has the learning rate ``lr``.
+    # Learning rate of an AdamW that trains all parameters but hidden weights. With None there is no such AdamW, but beside Muon
+    # there is one with the learning rate ``lr``.
     rest_lr: float | None = None
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8

@@ -15,7 +15,7 @@ relative depth. For a trace of another length, ``trace.same_moment`` says which 
 
 meter        ``record_updates`` and ``follow_updates``, for one model; stacked: the same for a stack of models
 trace        the effects of a run; stored: their file, page: their page
-law          how updates are measured and followed, with alternatives; sizes: measures what a law names, in stacks
+law          how updates are measured and followed, with alternatives; sizes: measures the quantity that a law names, in stacks
 probe        keeps inputs of a layer, and measures how an update changes its output
 observer     ``observe``: sizes of layers over a run; observation: the record, entropy: the entropy of attention
 """

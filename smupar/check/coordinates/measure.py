@@ -83,7 +83,7 @@ class Reading(Cell):
 
 
 class SizeRecorder:
-    """Measures sizes with hooks on the layers and blocks of a model. ``readings`` returns those of the finished steps."""
+    """Measures sizes with hooks on the layers and blocks of a model. ``readings`` returns the sizes of the finished steps."""
 
     def __init__(self, model: nn.Module, plan: Plan, growth: Growth | None = None, depth: Layers = SAME_DEPTH) -> None:
         self.model, self.plan, self.depth = model, plan, depth

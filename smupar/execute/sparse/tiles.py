@@ -21,7 +21,7 @@ from smupar.model.csr import flat_places
 
 _BLOCK = 32  # lines that a warp processes at a time
 _RUN = 4  # entries of a line that a thread reads at once
-_STAGE = 72  # bytes for each token in a warp's staging buffer; STRIDE in tiles.cu
+_STAGE = 72  # bytes for each token in a warp's staging buffer, called STRIDE in tiles.cu
 _SOURCE = "tiles.cu"
 _WARPS = 32
 # (largest number of features, tokens in a tile), the fastest measured on an H200 with this number of warps.
@@ -61,7 +61,7 @@ class SlicedEll(KernelIndex):
     slices. A slice has as many lines as a warp works on at once. The lines of a slice are padded to the same number of entries,
     a multiple of four; four entries are a run. The runs of the lines are interleaved, so that the warp reads contiguous memory.
 
-    Two lines in one slice, with non-zeros at columns 1 3 4 6 7 and at 0 5, where . is padding:
+    Two lines in one slice. The first has non-zeros at columns 1 3 4 6 7, the second at columns 0 5. A dot is padding:
 
         entries    1 3 4 6 | 0 5 . . | 7 . . . | . . . .
         run, line    0, 0      0, 1      1, 0      1, 1

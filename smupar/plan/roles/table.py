@@ -177,10 +177,10 @@ ROLE_TABLE = (
         "unembedding",
     ),
     Case(
-        "has a scaling input and a fixed output, whose output the example divides by its norm to make the model's output",
+        "has a scaling input and a fixed output, which the example divides by its norm to make the model's output",
         lambda t, n: t.reads_scaling and _seen(t).makes_normed_output,
         "hidden",
-        "a norm after it removes its size, and with it the factor of an unembedding",
+        "a norm after it removes the size of its outputs, and with the size an unembedding's factor",
     ),
     Case(
         "has a scaling input and a fixed output, from which the example makes the model's output",
@@ -213,7 +213,7 @@ ROLE_TABLE = (
         "has a scaling input and a fixed output, and is the last layer, with a norm of this size after it or beside it",
         lambda t, n: t.reads_scaling and n.is_last(t) and (n.is_normed(t) or n.is_beside_norm(t)),
         ASK,
-        "makes the outputs, and a norm of their size may remove their size, and with it the factor of an unembedding",
+        "makes the outputs, but a norm over them may remove their size, and with the size an unembedding's factor",
         "hidden",
     ),
     Case(
@@ -310,7 +310,7 @@ ROLE_TABLE = (
         "has a fixed input and a scaling output: it " + MAY_BE_INPUT,
     ),
     Case(
-        "has a fixed input, which no layer writes or a lookup table does, and a scaling output",
+        "has a fixed input, which a lookup table or no layer writes, and a scaling output",
         lambda t, n: t.writes_scaling and n.may_read_data(t),
         ASK,
         "has a fixed input and a scaling output: it " + MAY_BE_INPUT,
