@@ -60,8 +60,8 @@ class SET(_DropsAndGrows):
 
 
 class GMP(Sparsifier):
-    """Gradual magnitude pruning (Zhu and Gupta): drops the smallest weights, along a curve, until ``density`` is reached.
-    Make it before you load a checkpoint, since it adds the masks that the checkpoint has.
+    """Gradual magnitude pruning (Zhu and Gupta): drops the smallest weights until ``density`` is reached. The density falls
+    along a curve. Make it before you load a checkpoint, since it adds the masks that the checkpoint has.
 
     density     final density: a number, {"glob": number} or an allocation such as ``erk(1 / 16)``
     every       masks move after steps ``start``, ``start + every`` and so on, and after ``stop``

@@ -167,7 +167,8 @@ class Stack:
                     mask.copy_(self.tensors.masks[name][index])
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The tensors that training changes, under flat names. All others follow from the models, plans and hyperparameters."""
+        """The tensors that training changes, under flat names. All other tensors follow from the models, plans and
+        hyperparameters."""
         t = self.tensors
         state = {"alive": t.alive, "number": t.number}
         for kind in ("params", "masks", "rates", "corrections", "measured"):

@@ -1,6 +1,6 @@
 """``parameterize`` and ``attach`` put a plan into a model; no other code does.
 
-They add the following to a model. All of it is keyed by name, so ``attach`` can put it back from the plan:
+They add the following to a model. Each addition is found by its name, so ``attach`` can put it back from the plan:
 
 - a bool buffer ``<param>_mask`` beside every sparse parameter; the weight is exactly 0 where it is False;
 - a hook on that parameter that masks its gradient as soon as it is accumulated, so that optimizers, clipping and reducers

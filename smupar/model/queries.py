@@ -88,7 +88,8 @@ def acts(model: nn.Module, attention: FoundAttention, runs: Sequence[Run]) -> bo
 
 
 def find_queries(model: nn.Module, attention: FoundAttention, runs: Sequence[Run]) -> Queries | None:
-    """The last layer of the attention whose outputs, or a part of them, are proportional to the logits."""
+    """The last layer of the attention whose outputs are queries: the logits are proportional to all or a part of these
+    outputs."""
     seen = _watched(model, attention, runs)
     if seen is None or seen.signal is None:
         return None
@@ -104,8 +105,8 @@ def find_queries(model: nn.Module, attention: FoundAttention, runs: Sequence[Run
 
 
 def _rows(model: nn.Module, attention: FoundAttention, layer: str, runs: Sequence[Run]) -> Tensor | None:
-    """Which outputs of a layer are queries. These are the outputs at the last position on which this position's logits with
-    earlier keys depend.
+    """Which outputs of a layer are queries: at the last position, the outputs that change this position's logits with earlier
+    keys.
 
     These logits do not depend on the key of the last position. Differences of logits are used, since a model may subtract a
     number from all of them.
@@ -160,7 +161,7 @@ def _scale_if_linear(
     if not seen[1].is_fused:
         signals, product = _relative(signals, product)
     zero, once, twice = signals
-    usable = (once.abs() < 1e4) & (zero.abs() < 1e4)  # masks are large negative numbers
+    usable = (once.abs() < 1e4) & (zero.abs() < 1e4)  # attention masks add large negative numbers
     change, second_change = (once - zero)[usable], (twice - once)[usable]
     if not change.abs().max() > 0 or not torch.allclose(
         change, second_change, rtol=1e-3, atol=1e-4 * float(change.abs().max())

@@ -139,7 +139,7 @@ def is_alive(process: int) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Makes the content of a file durable. The content of a folder are the names in it."""
+    """Makes the content of a file durable. A folder's content is the list of names in it."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,5 +1,5 @@
-"""Makes pictures with matplotlib, which is imported when the first picture is drawn. Call ``missing_pictures`` first where a
-picture is optional."""
+"""Makes pictures with matplotlib, which is imported when the first picture is drawn. If a picture is optional, call
+``missing_pictures`` first."""
 
 from __future__ import annotations
 

@@ -92,9 +92,8 @@ def _base_std(role: ParamRole, setting: float | str, tied_fan_in: int) -> float:
 def kept_factors(
     model: nn.Module, base: nn.Module, roles: Iterable[ParamRole], names: Mapping[str, str]
 ) -> tuple[dict[str, float], list[Note]]:
-    """(parameter -> factor that gives its initial values the size that they have in the base, notes on what is unclear).
-    Parameters are left out if their size does not change or their values are unknown. ``names`` maps parameters of the model to
-    those of the base.
+    """(parameter -> factor that gives its initial values their size in the base, notes on unclear sizes). Parameters are left
+    out if their size does not change or their values are unknown. ``names`` maps parameters of the model to those of the base.
 
     A bias on the meta device has no values, but its init is known if only torch's own layer wrote it. Models with an
     ``_init_weights``, as in transformers, write biases later.

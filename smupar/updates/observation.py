@@ -18,19 +18,19 @@ from smupar.plan.settings import refuse
 
 FORMAT = "smupar-observation/1"
 OBSERVED_FILE = "observed.json"  # usual file name
-# Quantities, see ``observer``. The last is 1 at a look if the layer's mask has moved since the look before it.
+# Quantities, see ``observer``. The last quantity is 1 at a look if the layer's mask has moved since the look before.
 Y, GRAD_X, DY = "Y", "grad X", "dY"
 WEIGHTS, TOP, ALIGNMENT, ENTROPY = "weights", "top singular value", "alignment", "attention entropy"
 LR, DECAY, MOVED = "LR", "LR times decay", "moved"
 _REMEDY = "record one with smupar.observe"
 LATE = 0.8  # the late part of a run starts at this share of it
-_LARGEST_KAPPA = 1e9  # for an update that is completely random
+_LARGEST_KAPPA = 1e9  # the kappa of an update that is completely random
 _SHOWN = 8  # number of looks in the printed table
 
 
 def is_looked_at(step: int, last: int | None = None) -> bool:
-    """Whether to look at a step, counted from 1. Looks are at rounded powers of sqrt(2), after four fifths of the run, and at
-    its last step."""
+    """Whether to look at a step, counted from 1. The steps to look at are the rounded powers of sqrt(2), the step after four
+    fifths of the run, and the last step."""
     return step in (last, last and int(LATE * last)) or step == round(2 ** (round(2 * math.log2(step)) / 2))
 
 

@@ -171,7 +171,7 @@ class Watched:
         return [folder for folder in self.folders if not folder.exists()]
 
     def entries(self) -> dict[str, Entry]:
-        """All entries by key. While there are none, every call searches for sources."""
+        """All entries by key. As long as there are no entries, every call searches for sources."""
         with self._lock:
             if not self._entries or time.monotonic() - self._searched >= _SEARCH_SECONDS:
                 self._search()

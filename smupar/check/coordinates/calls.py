@@ -91,8 +91,8 @@ class SampledCall:
 
 
 def _num_items(x: Tensor) -> int:
-    """The number of items in a batch, such as sequences, each of adjacent rows; 1 if only some rows are kept, or if each row is
-    an item."""
+    """The number of items, such as sequences, in a batch. The rows of an item are adjacent. The number is 1 if only some rows
+    are kept, or if each row is an item."""
     rows = math.prod(x.shape[:-1])
     return x.shape[0] if x.ndim > 2 and rows <= MAX_ROWS else 1
 
@@ -121,8 +121,8 @@ class WholeCall:
 
     @torch.no_grad()
     def effect(self, parameter: nn.Parameter, before: Tensor) -> Tensor | None:
-        """The change of the module's output by the update of one parameter. None if the call cannot be repeated, because it
-        fails, or because the same weights give another output, for instance when the module writes into a cache."""
+        """The change of the module's output by the update of one parameter. None if the call cannot be repeated: it fails, or
+        the same weights give another output, as when the module writes into a cache."""
         try:
             after, again = self._output(), self._output()
             updated, parameter.data = parameter.data, before
@@ -159,7 +159,7 @@ def kept_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def first_tensor(value: Any) -> Tensor | None:
-    """The first tensor among a module's arguments or outputs that is not a scalar, such as the loss."""
+    """The first tensor among a module's arguments or outputs, without scalars such as the loss."""
     if isinstance(value, Tensor):
         return value if value.ndim else None
     if hasattr(value, "logits"):

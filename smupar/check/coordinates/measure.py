@@ -28,7 +28,8 @@ from smupar.plan.roles.parameters import parent_path
 Y, GRAD_X, DY, CHANGE, GRAD_W = "Y", "grad X", "dY", "change of Y", "weight gradient"
 JUDGED = (Y, GRAD_X, DY)
 AXES = ("width", "density", "depth")
-# Roles of hidden weights whose outputs scale more than their inputs, and the reverse, because one side has a fixed part.
+# Roles of hidden weights of which one side has a fixed part. If it is the input side, outputs grow more than inputs (widening).
+# If it is the output side, they grow less (narrowing).
 WIDENING, NARROWING, ROUTER = "hidden, widening", "hidden, narrowing", "router"
 # Inputs and outputs grow unevenly if their growth differs by this factor. Below it, a gradient's slope over two octaves is off
 # by at most 1/8.
@@ -300,8 +301,8 @@ class SizeRecorder:
             self._repeating = False
 
     def unmeasured(self) -> list[str]:
-        """Matrices whose update was not seen, and layers whose output was not seen, because their module is never called or the
-        call cannot be repeated."""
+        """Matrices whose update was not seen, and layers whose output was not seen. Their module is never called, or the call
+        cannot be repeated."""
         seen = {(path, quantity) for _, path, quantity, *_ in self.sizes}
         measured = {name for path, (name, _) in self.layers.items() if (path, Y) in seen and (path, DY) in seen}
         measured |= {name for name in self.parts if (name, DY) in seen}

@@ -21,8 +21,8 @@ Seen = tuple[str, tuple[str, ...], str]  # (cause, places, evidence)
 
 
 def causes(rule: str, observations: Mapping[Cell, Observation], *, is_wrong: bool) -> list[Diagnosis]:
-    """All causes that were seen, the most likely first. A cause in several runs is listed once, with their number. Masks that
-    moved and random updates count as causes only if sizes are wrong."""
+    """All causes that were seen, the most likely first. A cause in several runs is listed once, with the number of runs. Masks
+    that moved and random updates count as causes only if sizes are wrong."""
     of_rule = {cell: observed for cell, observed in observations.items() if cell.rule == rule and observed.at}
     seen: dict[str, tuple[list[str], str, list[Cell]]] = {}  # cause -> places, evidence of the first run, runs
     for find in (_uneven, _stopped, _missing, _moving, _high, *((_moved, _few) if is_wrong else ())):

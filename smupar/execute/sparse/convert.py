@@ -235,7 +235,7 @@ def _try_kernel(layer: SparseLinear) -> None:
 
 @contextlib.contextmanager
 def _all_or_nothing(layers: list[nn.Module]) -> Iterator[None]:
-    """A context that restores the layers if it is left by an error. They get the same tensors again, so this takes no
+    """A context that restores the layers if an error is raised in it. The layers get the same tensors again, so this takes no
     memory."""
     before = [(layer, type(layer), {**layer.__dict__, **_tensor_dicts(layer)}) for layer in layers]
     try:
