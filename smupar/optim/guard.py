@@ -85,6 +85,6 @@ def ratio_problem(optimizer: torch.optim.Optimizer) -> str | None:
     )
     return (
         f"the learning rates of the optimizer's groups lost their ratios ({shown}). A scheduler that sets absolute values does "
-        "this: give OneCycleLR a list that was made before it, max_lr=[g['lr'] for g in optimizer.param_groups], use "
+        "this: give OneCycleLR max_lr=[g['lr'] for g in optimizer.param_groups], a list made before the scheduler. Or use "
         "CosineAnnealingLR with eta_min=0, or LambdaLR, which multiplies."
     )
