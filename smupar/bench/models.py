@@ -164,8 +164,8 @@ def _plain_step(config: RunConfig, how: Execution, device: torch.device) -> Call
 def _compare(
     sides: Mapping[str, Call], repeats: int, num_steps: int, device: torch.device, *, warm_up: int
 ) -> tuple[dict[str, float], int]:
-    """The median seconds of a step of each side, after steps that compile and warm up, and by how many bytes the GPU's peak
-    memory grew during the measurement."""
+    """The median seconds of a step of each side, measured after steps that compile and warm up. Also the bytes by which the
+    GPU's peak memory grew during the measurement."""
     for step in sides.values():
         seconds_of(step, warm_up, device)
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0

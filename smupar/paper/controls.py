@@ -6,7 +6,7 @@ swept, as a factor on the proxy's best one. Measured updates follow the trace of
 controls follow a constant, at their best factor:
 
 constant   one number for the effect of updates, RMS(X dW), in all layers and at all steps
-trust      one number for the norm of an update over that of its weight, as in LAMB
+trust      one number for the norm of an update divided by the norm of its weight, as in LAMB
 rms        one number for the RMS of an update
 spectral   one number for the spectral norm of an update, times sqrt(in / out)
 

@@ -70,8 +70,8 @@ def what(scale: Scale) -> str:
 
 
 def claim(sizes: SlopesOverDensity) -> Claim:
-    """Activations are read at attention and feed-forward blocks, as in the paper, and gradients at each layer, at the first
-    step, since later gradients also depend on how much a model has learned."""
+    """Activations are read at attention and feed-forward blocks, as in the paper. Gradients are read at each layer, only at the
+    first step, since later gradients also depend on how much a model has learned."""
     last = max(slope.step for slope in sizes.slopes)
     parts = []
     for rule in ("sp", "mup"):

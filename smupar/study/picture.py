@@ -1,8 +1,8 @@
 """Draws the curves of a study as a picture.
 
-Above the curves of a panel there is a row for each of them, with its optimum, the interval that contains it, and its distance
-in octaves from the reference's optimum. If the hyperparameter transfers, the optima stand in one column. These rows are also
-the legend.
+Above the curves of a panel, each curve has a row. The row shows the curve's optimum, the interval that contains the optimum,
+and its distance in octaves from the reference's optimum. If the hyperparameter transfers, the optima stand in one column. These
+rows are also the legend.
 """
 
 from __future__ import annotations

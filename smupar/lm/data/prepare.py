@@ -1,8 +1,8 @@
 """Turns text into token shards, for ``smupar data prepare``.
 
-A preparation that was killed can be resumed. The content of a shard depends only on the pieces of text up to its end, so the
-list of complete shards and the number of their pieces describe the progress. A resumed preparation skips these pieces, and its
-result is the same to the byte.
+A preparation that was killed can be resumed. The content of a shard depends only on the pieces of text up to the shard's end.
+So the list of complete shards and the number of their pieces describe the progress. A resumed preparation skips these pieces,
+and its result is the same to the byte.
 """
 
 from __future__ import annotations

@@ -71,8 +71,8 @@ def is_of_transformers(config: ExportConfig) -> bool:
 @torch.no_grad()
 def folded(model: GPT) -> dict[str, Tensor]:
     """The state dict of an untied, plain GPT with the same logits. The weights of embedding and unembedding are multiplied by
-    their factors, the queries by the rule's attention scale divided by the usual 1 / sqrt(head_dim), and the outputs of
-    residual branches by their factor divided by the plain model's own."""
+    their factors. The queries are multiplied by the rule's attention scale divided by the usual 1 / sqrt(head_dim), and the
+    outputs of residual branches by the branch factor divided by the plain model's own."""
     tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     tensors["unembedding.weight"] = model.unembedding.weight.detach().clone()
     for path in ("embedding", "position", "unembedding"):
