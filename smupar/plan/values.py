@@ -25,6 +25,7 @@ InitStdSetting = float | str | Mapping[str, float | str]
 
 # Powers of the width that an initial size may follow, the likeliest first. Other powers are reported, not corrected.
 _EXPONENTS = (0.5, 1.0, -0.5, -1.0)
+_SEQUENCE = 4  # as many values or more that all rise, or all fall, count as a sequence
 _SIGMAS = 4.0  # sizes count as equal if they differ by less than this many standard errors
 
 
@@ -220,6 +221,9 @@ def _by_size(value: Tensor, base: Tensor, widths: set[float]) -> float | None:
 
 
 def _relative_error(value: Tensor) -> float:
-    """The relative standard error of the rms of some values."""
-    squares = value.square()
+    """The relative standard error of the rms of some values: 0 for values in a sequence, such as 1, 2, 3, which nothing drew at
+    random."""
+    steps, squares = value.diff(), value.square()
+    if len(value) >= _SEQUENCE and (bool((steps > 0).all()) or bool((steps < 0).all())):
+        return 0.0
     return float(squares.std() / (2 * squares.mean() * math.sqrt(value.numel())))

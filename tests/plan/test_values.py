@@ -128,6 +128,27 @@ class Zeros(nn.Module):
         nn.init.zeros_(self.head.weight)
 
 
+class Decays(nn.Module):
+    """A state-space layer's rates of decay: a sequence over heads, whose number grows with the width."""
+
+    def __init__(self, width, values):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, width), nn.Linear(width, 4)
+        self.A_log = nn.Parameter(values(width // 16))
+
+
+@pytest.mark.parametrize(
+    ("values", "is_named"),
+    [
+        (lambda heads: torch.arange(1.0, heads + 1).log(), True),  # Mamba-2: the largest rate is the number of heads
+        (lambda heads: torch.linspace(1, 16, heads).log(), False),  # the same range at every width
+    ],
+)
+def test_sequence_that_grows_with_the_number_of_heads_is_named(values, is_named):
+    plan = smupar.make_plan(Decays(256, values), base=Decays(64, values))
+    assert ("'A_log' differ in size from the base's" in str(plan)) == is_named
+
+
 def test_weights_that_start_at_zero_stay_zero():
     model = Zeros(64)
     plan = smupar.parameterize(model, base=Zeros(16), density=0.5)
