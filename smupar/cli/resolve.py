@@ -1,6 +1,6 @@
 """Turns typed flags into a configuration, in pure functions that are called once, after parsing.
 
-Tuned hyperparameters (``--hps``) override the preset, and flags override both. A flag that would have no effect is refused.
+Tuned hyperparameters (``--hps``) override the preset, and flags override both. `train` refuses flags that would have no effect.
 """
 
 from __future__ import annotations
@@ -73,13 +73,17 @@ def resolve_training(request: Request, *, dry_run: bool = False, machine: Mappin
     preset_run, _ = _origin(RunConfig, request)
     _refuse_what_does_nothing(request.fields, preset_run)
     for name in machine or {}:
-        refuse(not dry_run, f"{_flag(name)} is for --dry-run; on several GPUs: torchrun --nproc-per-node 8 -m smupar train ...")
+        refuse(
+            not dry_run,
+            f"{_flag(name)} only changes the estimate of --dry-run. To train on several GPUs: torchrun --nproc-per-node 8 "
+            "-m smupar train ...",
+        )
     return resolve(RunConfig, request)
 
 
 def _origin(kind: type[Kind], request: Request) -> tuple[Kind, dict[str, Any]]:
-    """The preset for this rule and width, as a configuration of this kind, and values that replace the preset's before flags
-    are applied."""
+    """Two things: the preset for this rule and width, as a configuration of this kind, and the values of ``--hps`` and of the
+    tokenizer, which replace the preset's. Flags come after both."""
     typed, values = request.fields, dict[str, Any]()
     run = preset(request.preset, typed.get("rule", "smupar"), typed.get("width"))
     if request.vocab_size > run.model.vocab_size:
@@ -94,7 +98,7 @@ def _origin(kind: type[Kind], request: Request) -> tuple[Kind, dict[str, Any]]:
             )
         values |= request.hps
         if values.get("base_depth") == typed.get("depth", run.model.depth) and not typed.get("depths"):
-            values["base_depth"] = None  # all depth factors are 1, so the run gets the id of one without a base depth
+            values["base_depth"] = None  # all depth factors are 1: the same run, and so the same id, as without a base depth
     if issubclass(kind, RunConfig):
         return run, values
     if issubclass(kind, TransferConfig):

@@ -19,7 +19,7 @@ _TEMPORARY = re.compile(r"smupar-(\d+)-\w{8}")
 
 
 class NotPrivateError(OSError):
-    """Another user owns the folder, or can write to it."""
+    """Another user owns a folder or file, or can write to it, or it is not a plain one."""
 
 
 def cache_folder() -> Path:
@@ -81,7 +81,7 @@ def _is_left_over(path: Path) -> bool:
 
 
 def read_own(path: Path) -> bytes:
-    """The content of a file. Raises ``NotPrivateError`` if it is not a plain file, or belongs to another user."""
+    """The content of a file. Raises ``OSError`` if it is not a plain file, or belongs to another user."""
     handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # opening a pipe must not wait for a writer
     with os.fdopen(handle, "rb") as file:
         status = os.fstat(handle)

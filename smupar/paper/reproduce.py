@@ -1,7 +1,7 @@
 """Reproduces a figure or table: runs, picture, rows, and whether the paper's claim holds here.
 
-All figures of a scale share one folder of runs, named by the hash of their configurations. So Figures 1, 6, 8 and 14 train each
-model only once.
+All figures of a scale share one folder. In it, each run is named by the hash of its configuration. So Figures 1, 6, 8 and 14
+train each model only once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from smupar.study.store import Result, Study, row_of, write_rows
 from smupar.study.view import result_rows
 
 DEFAULT_OUT = "runs/reproduce"
-EVERY = "all"  # what the command calls all figures
+EVERY = "all"  # the name that stands for all figures
 MADE_ON = "made-on.json"  # the device and versions of a measurement without runs
 FIGURES = (
     *("tab01", "fig01", "fig03", "fig05", "fig06", "fig07", "fig08", "fig09", "fig10", "fig11", "fig12", "fig13", "fig14"),
@@ -147,7 +147,7 @@ def reproduce(
     to ``out``/scale/name; runs are in ``out``/scale/study.
 
     data_dir    local copies of the tasks of Table 2
-    published   folder of pages; runs with rows there are not run again
+    published   folder of pages; runs with rows there are not run again, unless the figure needs their weights
     so_far      train nothing, and read the runs that have ended
     """
     fig, root = figure(name), Path(out) / scale.folder

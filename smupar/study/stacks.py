@@ -2,7 +2,7 @@
 stack: an interrupted study continues in the same stacks, and so ends with the same numbers.
 
 stacks/NAME.json    a division: runs of equal shapes, in order, and how many of them train at once
-stacks/NAME-3/      the saved state of its fourth stack while that runs (stack_state.py)
+stacks/NAME-3/      the state of stack 3 (counted from 0), saved while the stack trains (stack_state.py)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Division:
     """Runs that can be stacked, divided into stacks of equal size."""
 
     runs: tuple[str, ...]  # their ids
-    size: int  # runs in a stack; the last stack is filled with copies. 0: the trainer trains one run at a time
+    size: int  # runs in a stack; the last stack is filled with copies. 1: stacks of one. 0: the trainer trains each run
     own_batches: bool  # whether each run of a stack has its own batches, because seeds differ
     device: str  # name of the device that the size was chosen for
 
@@ -77,15 +77,16 @@ def recorded_divisions(study: Study, runs: Collection[str]) -> list[Division]:
 
 
 def read_division(path: Path) -> Division:
-    remedy = "those of its runs that are missing are divided into stacks again"
+    remedy = "runs in it that have not ended are put into new stacks"
     division = read_record(Division, path, remedy=remedy)
     if division.size < 0 or not division.runs or path.stem != division.name:
-        raise DamagedFileError(f"{path} is damaged (its name does not match the stacks in it): {remedy}")
+        raise DamagedFileError(f"{path} is damaged (its name does not match its runs, or it has no runs): {remedy}")
     return division
 
 
 def remove_leftovers(study: Study) -> None:
-    """Removes states of stacks whose runs have all ended. A process leaves them if it is killed right after the end."""
+    """Removes the states of stacks that nothing will continue: all runs have ended and the process was killed right after, or
+    the record of the division is damaged."""
     running = set()
     for path in study.stacks.glob("*.json"):
         try:

@@ -1,4 +1,5 @@
-"""The entropy of attention, from calls of torch's scaled dot product attention and of softmax over four dimensions."""
+"""The entropy of attention, from calls of torch's scaled dot product attention, and of softmax on tensors with four
+dimensions."""
 
 from __future__ import annotations
 

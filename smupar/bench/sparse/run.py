@@ -1,4 +1,4 @@
-"""``bench_sparse`` runs all cases for a device, and writes a table, the numbers and a picture."""
+"""``bench_sparse`` runs all cases for a device. It returns a table, and writes numbers and a picture if it is asked to."""
 
 from __future__ import annotations
 
@@ -108,12 +108,16 @@ def facts(repeats: int, device: str) -> dict[str, Any]:
 
 def table(measured: Measured, machine: Machine, repeats: int, device: str) -> str:
     rows, about, on_gpu = measured.rows, facts(repeats, device), device == "cuda"
-    floor = f"Floor: {machine.copy_bytes / 1e9:.1f} GB/s, {machine.product_flops / 1e9:.0f} GFLOP/s. "
+    floor = (
+        f"Floor: the least time that this machine's {machine.copy_bytes / 1e9:.1f} GB/s and "
+        f"{machine.product_flops / 1e9:.0f} GFLOP/s, both measured, allow. "
+    )
     if on_gpu:
         head = (
             f"{about['name']}, torch {about['torch']}; layer: forward and backward in bf16, product: forward, layers: a "
-            "training step (weights and fused AdamW fp32, autocast bf16); captured: as a CUDA graph, against dense captured; "
-            f"median of {repeats} rounds in turns, against dense bf16. {floor}"
+            "training step (weights and fused AdamW fp32, autocast bf16). What is called captured ran as a CUDA graph and "
+            "is compared with dense captured, everything else with dense bf16. "
+            f"Times are medians of {repeats} rounds in turns. {floor}"
             "State: weights and indices, and for layers also AdamW's averages. Peak: what a call allocates on top of that"
         )
     else:

@@ -78,7 +78,7 @@ def _mask(model: nn.Module, weight: ModelWeight, values: Tensor, row: PlanRow) -
         used = whole(getattr(model.get_submodule(path), row.name.split(".")[-2]).detach())
         if used.shape == mask.shape and used.masked_fill(mask, 0).count_nonzero():
             yield Finding(
-                f"{row.name!r} is masked, but the weight that its parametrization computes from it is not: remove the "
+                f"{row.name!r} has a mask, but its parametrization computes a weight with entries off the mask: remove the "
                 "parametrization, or keep the weight dense",
                 "off-mask weights",
                 row.name,

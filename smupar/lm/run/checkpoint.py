@@ -74,7 +74,7 @@ def save(
 
 
 def _write_state(path: Path, state: dict[str, Any]) -> None:
-    """Writes state.json. The seal in it also says that the tensors have checksums. Older versions wrote neither."""
+    """Writes state.json. If it has a seal, the tensors have checksums. Older versions wrote neither seal nor checksums."""
     sealed = (path / SUMS).exists()
     write_atomic(path / STATE, sealed_json(state, indent=None) if sealed else json.dumps(state))
 
@@ -143,8 +143,8 @@ class DamagedCheckpointError(ValueError):
 
 
 def check(path: Path, world: World, *, only: str = "") -> None:
-    """Compares a checkpoint with its checksums before any of it is loaded. With ``only`` it compares just the files whose names
-    start so. The ranks divide the tensors among them, and all raise DamagedCheckpointError if one of them finds damage."""
+    """Compares a checkpoint with its checksums before any of it is loaded. ``only`` limits the check to files whose names
+    start with it. The ranks divide the tensors among them, and all raise DamagedCheckpointError if one of them finds damage."""
     sums = read_checksums(path)
     if sums is None:
         if world.is_main:
@@ -205,7 +205,7 @@ def _without_remedy(error: DamagedFileError, path: Path) -> str:
 
 
 def set_aside(path: Path) -> Path:
-    """Renames a damaged checkpoint, so that the run can write this step again and nothing is lost."""
+    """Renames a damaged checkpoint, so that the run can write this step again. An older damaged one of this step is removed."""
     aside = path.with_name(path.name.replace(_PREFIX, _DAMAGED))
     shutil.rmtree(aside, ignore_errors=True)
     return path.replace(aside)
@@ -282,8 +282,8 @@ def optimizer_state(model: nn.Module, optimizers: list[torch.optim.Optimizer]) -
 
 
 def _read_optimizer_state(folder: Path, model: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
-    """Reads state into optimizers that have made no step. If the checkpoint keeps a weight in another form than the model, its
-    state is converted at the first step."""
+    """Reads state into optimizers that have made no step. If the checkpoint keeps a weight as non-zeros and the model as a
+    matrix, or the reverse, the optimizer's state of this weight is converted at the first step."""
     homes = {id(p): (o, g) for o in optimizers for g in o.param_groups for p in g["params"]}
     for key, entry in stored_tensors(folder).items():
         name, _, what = key.partition("/")

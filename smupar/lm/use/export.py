@@ -58,7 +58,7 @@ def export(config: ExportConfig) -> str:
 
 
 def is_of_transformers(config: ExportConfig) -> bool:
-    """Whether a Hugging Face model wrote the folder; the integration has its own export for these."""
+    """Whether the Hugging Face integration saved the folder. It exports such models itself."""
     if not (Path(config.folder) / PLAN_FILE).exists():
         return False
     refuse(
@@ -71,8 +71,8 @@ def is_of_transformers(config: ExportConfig) -> bool:
 @torch.no_grad()
 def folded(model: GPT) -> dict[str, Tensor]:
     """The state dict of an untied, plain GPT with the same logits. The weights of embedding and unembedding are multiplied by
-    their factors. The queries are multiplied by the rule's attention scale divided by the usual 1 / sqrt(head_dim), and the
-    outputs of residual branches by the branch factor divided by the plain model's own."""
+    their factors. The queries are multiplied by the rule's attention scale divided by the usual 1 / sqrt(head_dim). The weights
+    that end a residual branch are multiplied by its branch factor divided by the plain model's branch factor."""
     tensors = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     tensors["unembedding.weight"] = model.unembedding.weight.detach().clone()
     for path in ("embedding", "position", "unembedding"):

@@ -1,6 +1,6 @@
 """Compares files with their checksums: prepared text, runs and their checkpoints, exports, traces.
 
-Every file is read, even if its time has not changed. An ``Inspection`` collects a line for each damaged part.
+Every file with a checksum is read, even if its time has not changed. An ``Inspection`` collects a line for each damaged part.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from smupar.lm.config.run import RunConfig
@@ -81,7 +82,7 @@ class Inspection:
         text = f"intact: {looked}; {self.num_bytes / 2**20:,.1f} MiB read"
         if self.unchecked:
             more = f" and {len(self.unchecked) - 1} more" if len(self.unchecked) > 1 else ""
-            text += f"; without checksums, since an older version wrote it: {self.unchecked[0]}{more}"
+            text += f"; without checksums, as older versions and other tools write files: {self.unchecked[0]}{more}"
         return text
 
 
@@ -202,7 +203,18 @@ def _export(path: Path, found: Inspection) -> None:
         elif is_export(path) and is_sealed(path / "config.json"):
             found.wrong.append(f"{path}: {SUMS} is missing")
         else:
+            for file in sorted(path.glob("*.safetensors")):
+                _refuse_broken_header(file)
             found.unchecked.append(str(path))
+
+
+def _refuse_broken_header(path: Path) -> None:
+    """Raises if a file without checksums is no safetensors file, or is cut short."""
+    try:
+        with safe_open(path, "pt"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}): export it again, or restore it from a copy") from error
 
 
 def _text(path: Path, found: Inspection) -> None:

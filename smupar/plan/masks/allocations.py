@@ -84,7 +84,7 @@ def allocate(density: float | Mapping[str, float] | Allocation, shapes: Mapping[
             exact,
             shapes,
             setting="density",
-            among="hidden weights (only hidden weights are made sparse, and routers that have a glob of their own)",
+            among="hidden weights (and routers, if a glob names them)",
         )
         return {name: named.get(name, Fraction(1)) for name in shapes}
     return uniform(density).densities(shapes)

@@ -369,7 +369,7 @@ def test_masks_that_hardly_move_are_told(dynamic, tmp_path):
         ("train --momentum 0.5", "--momentum does nothing with --optimizer adamw: it is for sgd, muon"),
         ("train --optimizer sgd --betas 0.5 0.5", "--betas does nothing with --optimizer sgd"),
         ("train --context 64", "--context does nothing with --positions alibi: it is for learned"),
-        ("train --gpus 8", "--gpus is for --dry-run; on several GPUs: torchrun"),
+        ("train --gpus 8", "--gpus only changes the estimate of --dry-run. To train on several GPUs: torchrun"),
         ("train --alpha-input -1", "alpha_input must be a number, at least 0"),
         ("train --dynamic gmp --drop-fraction 0.1", "--drop-fraction does nothing with --dynamic gmp: it is for rigl, set"),
         ("train --mask-every=10", "--mask-every does nothing with --dynamic none: it is for rigl, set, gmp"),
