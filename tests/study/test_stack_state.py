@@ -280,7 +280,7 @@ def test_damaged_record_of_stacks_is_named_and_made_again(tmp_path, whole, text)
     [record] = study.stacks.glob("*.json")
     record.write_text(text)
     shutil.rmtree(study.runs / RATES[0].id)
-    named = pytest.warns(UserWarning, match=f"{record.name} is damaged.*are divided into stacks again$")
+    named = pytest.warns(UserWarning, match=f"{record.name} is damaged.*are put into new stacks$")
     with named, pytest.warns(UserWarning, match=f"does not say in which stacks {len(RATES) - 1} runs were trained"):
         ends = run_whole(study.folder, RATES)
     assert ends.keys() == ends_of(whole).keys()
