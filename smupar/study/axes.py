@@ -13,7 +13,6 @@ from smupar.study.run_configs import refuse_unknown_field, with_fields
 
 _SMALLEST, _LARGEST = -1022, 1023  # exponents of normal floating-point numbers, far more than an axis needs
 _MODEL = {field.name for field in dataclasses.fields(ModelConfig)}
-_FIELDS = _MODEL | {field.name for field in dataclasses.fields(RunConfig)} - {"model"}
 
 
 def grid(config: RunConfig, axes: Mapping[str, Sequence[Any]]) -> Iterator[RunConfig]:

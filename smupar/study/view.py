@@ -89,10 +89,8 @@ def mixed_decay(results: Sequence[Result]) -> str:
     if len(kinds) < 2:
         return ""
     counts = ", ".join(f"{kind} in {count}" for kind, count in sorted(kinds.items()))
-    return (
-        f"This study mixes decay conventions (runs: {counts}). Coupled decay shrinks weights more where a rule raises their "
-        "learning rate, so compare only runs of one kind."
-    )
+    coupled = " Coupled decay shrinks weights more where a rule raises their learning rate." if "coupled" in kinds else ""
+    return f"This study mixes decay conventions (runs: {counts}).{coupled} Compare only runs of one kind."
 
 
 @contextlib.contextmanager
