@@ -49,14 +49,20 @@ def density(run):
 # Figure 3, on README and docs/decay.md
 
 
+def usual(run, width=2048, depth=2):
+    """Whether a run of Figure 3 has the usual decay, follows no trace, and is of this size."""
+    size = (run.model.width, run.model.depth)
+    return size == (width, depth) and run.decay == "independent" and run.weight_decay == 0.1 and not run.follow
+
+
 def figure_3():
     """Losses by line and density. muP and SmuPar are the same at density 1."""
-    usual = lambda run: run.decay == "independent" and run.weight_decay == 0.1 and run.model.width == 2048  # noqa: E731
     tuned = min((row for row in rows("fig03") if row.config.rule == "sp" and row.config.sparsity == 0 and usual(row.config)),
                 key=lambda row: row.summary.valid_loss).config.lr  # fmt: skip
     lines = {rule: losses("fig03", kind=lambda run, rule=rule: run.rule == rule and usual(run), by=density)
              for rule in ("mup", "smupar")}  # fmt: skip
-    lines["sp"] = losses("fig03", kind=lambda run: run.rule == "sp" and usual(run) and run.lr == tuned, by=density)
+    is_tuned = lambda run: usual(run) and (run.rule, run.lr, run.rest_lr) == ("sp", tuned, None)  # noqa: E731
+    lines["sp"] = losses("fig03", kind=is_tuned, by=density)
     lines["smupar"][1.0] = lines["mup"][1.0]
     return lines
 
@@ -76,28 +82,56 @@ def test_readme_has_the_gaps_of_figure_3():
 def test_page_of_figure_3_says_how_far_seeds_differ():
     seeds = defaultdict(list)
     for row in rows("fig03"):
-        if (
-            row.config.rule in ("mup", "smupar")
-            and row.config.decay == "independent"
-            and density(row.config) in (1 / 32, 1 / 128)
-        ):
+        if row.config.rule in ("mup", "smupar") and usual(row.config) and density(row.config) in (1 / 32, 1 / 128):
             seeds[row.config.rule, density(row.config)].append(row.summary.valid_loss)
     spread = percent(max(max(own) / min(own) for own in seeds.values()) - 1)
     assert f"Three for muP and SmuPar at 1/32 and 1/128, which differ by at most {spread}" in words("docs/results/fig03.md")
     assert [len(own) for own in seeds.values()] == [3, 3, 3, 3]
 
 
+def test_page_of_figure_3_has_the_runs_beside_the_main_ones():
+    page, ours = words("docs/results/fig03.md"), figure_3()
+    (fast,) = losses("fig03", kind=lambda run: run.rest_lr is not None, by=density).values()
+    assert f"ends at {fast:.3f} at density 1/32, as muP does ({ours['mup'][1 / 32]:.3f})" in page
+    assert {percent(1 - ours["smupar"][1 / 32] / loss) for loss in (fast, ours["mup"][1 / 32])} == {"5.1 %"}
+    assert "SmuPar ends 5.1 % below both" in page
+    following = losses("fig03", kind=lambda run: bool(run.follow), by=density)
+    assert f"end at {following[1 / 32]:.3f} at 1/32 and {following[1 / 128]:.3f} at 1/128" in page
+    assert "With 8 layers of width 512 it ends 1.9 %, 2.3 % and 0.8 % above" in page  # these are tested for docs/decay.md
+    assert "With 4 layers of width 2048 muP ends 6.2 % and 5.0 % above" in page
+
+
 def test_decay_page_has_the_gaps_of_figure_3_and_of_coupled_decay_there():
     mup, page = above_smupar("mup"), words("docs/decay.md")
-    assert f"by {mup[1 / 8]} at 1/8, {mup[1 / 32]} at 1/32 and {mup[1 / 128]} at 1/128" in page
+    assert f"with 2 layers, muP ends {mup[1 / 8]}, {mup[1 / 32]} and {mup[1 / 128]} above SmuPar at these densities" in page
     ours = figure_3()["smupar"]
     coupled = losses("fig03", kind=lambda run: run.decay == "coupled", by=density)
     lost = {density: percent(loss / ours[density] - 1) for density, loss in coupled.items()}
     assert f"At width 2048 it loses {lost[1 / 32]} at 1/32 and {lost[1 / 128]} at 1/128" in page
-    old = losses("without-decay/fig03", by=lambda run: (run.rule, density(run)))
-    ahead = {density: old["mup", density] > old["smupar", density] for rule, density in old if rule == "smupar"}
-    assert {density for density, is_ahead in ahead.items() if not is_ahead} == {1 / 32, 1 / 64, 1 / 128}
-    assert "Without decay SmuPar fell behind muP at density 1/32 and below" in page
+
+
+def test_decay_page_has_what_decay_does_to_the_deep_models_of_figure_3():
+    by = lambda run: (run.rule, density(run))  # noqa: E731
+    old, page = losses("without-decay/fig03", by=by), words("docs/decay.md")
+    new = losses("fig03", kind=lambda run: usual(run, 512, 8), by=by)
+    few = (1 / 8, 1 / 32, 1 / 128)
+    falls = {rule: [percent(1 - new[rule, density] / old[rule, density]) for density in few] for rule in ("smupar", "mup")}
+    assert "SmuPar's loss falls by {}, {} and {}".format(*falls["smupar"]) in page
+    assert "and muP's by {}, {} and {}.".format(*falls["mup"]) in page
+    now, before = ([of["mup", density] / of["smupar", density] - 1 for density in few] for of in (new, old))
+    assert "So muP ends above SmuPar by {}, {} and {};".format(*map(percent, now)) in page
+    sides = [f"{percent(abs(gap))} {'above' if gap > 0 else 'below'}" for gap in before]
+    assert "without them it was {}, {} and {}.".format(*sides) in page
+
+
+def test_decay_page_has_the_deeper_models_and_the_followers_of_figure_3():
+    deeper = losses("fig03", kind=lambda run: usual(run, 2048, 4), by=lambda run: (run.rule, density(run)))
+    gaps = [percent(deeper["mup", density] / deeper["smupar", density] - 1) for density in (1 / 32, 1 / 128)]
+    page = words("docs/decay.md")
+    assert f"With 4 layers it ends {gaps[0]} above at 1/32 and {gaps[1]} at 1/128 (one seed)." in page
+    following, ours = losses("fig03", kind=lambda run: bool(run.follow), by=density), figure_3()["smupar"]
+    gains = [percent(1 - following[density] / ours[density]) for density in (1 / 32, 1 / 128)]
+    assert f"end {gains[0]} and {gains[1]} below SmuPar there (one seed)" in page
 
 
 # The decay study
@@ -142,6 +176,18 @@ def test_decay_page_has_what_the_amount_costs_elsewhere():
     assert best(scan(short, 1 / 32)) == max(amount for _, amount in short)
     assert (best(scan(long, 1.0)), best(scan(long, 1 / 32))) == (0.03, 0.2)
     assert "In 8000 steps the dense model is best at 0.03 and the sparse one at 0.2" in page
+
+
+def test_decay_page_has_what_wider_models_want():
+    widths, page = (256, 512, 1024, 2048), words("docs/decay.md")
+    wide = {width: study(width=width) for width in widths}
+    dense, sparse = ([best(scan(wide[width], density)) for width in widths] for density in (1.0, 1 / 32))
+    assert f"the best amount for dense models is {', '.join(map(str, dense[:-1]))} and {dense[-1]}" in page
+    assert f"At density 1/32 it is {', '.join(map(str, sparse[:-1]))} and {sparse[-1]}" in page
+    assert min(amount for _, amount in wide[2048]) == 0.03
+    cost = lambda width, density: wide[width][density, 0.1] / min(scan(wide[width], density).values()) - 1  # noqa: E731
+    assert f"dense model {percent(cost(1024, 1.0))} at width 1024 and {percent(cost(2048, 1.0), 2)} at width 2048" in page
+    assert f"and the sparse one at most {percent(max(cost(width, 1 / 32) for width in (1024, 2048)))}" in page
 
 
 def test_decay_page_is_right_that_half_and_twice_the_learning_rate_are_worse():
