@@ -23,7 +23,8 @@ _LARGEST_BATCHED = 128 * 128  # up to this size of the weight, one batched produ
 def fast_products() -> contextlib.AbstractContextManager[object]:
     """A context in which linear layers multiply by oneDNN if that is faster. The backward passes of these products use it too.
     Compiled code is not changed."""
-    return OneDNNMode() if _mkl_is_slow() and not torch.compiler.is_compiling() else contextlib.nullcontext()
+    use = not torch.compiler.is_compiling() and _mkl_is_slow()  # in this order: dynamo warns of cached functions
+    return OneDNNMode() if use else contextlib.nullcontext()
 
 
 @cache

@@ -13,7 +13,7 @@ import hashlib
 import os
 import shlex
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -155,14 +155,16 @@ def run_group(
         _train_division(study, division, group, None, device, progress)
     fresh = without(missing, begun)
     if fresh:
-        _say_if_forgotten(study, {config.id for config in group} - {*missing})
+        _say_if_forgotten(study, group)
         progress.doing = "comparing engines" if engine == "auto" else "building models"
         division, stack = divide([config for config in group if config.id in fresh], engine, device)
         _train_division(study, division, group, stack, device, progress)
 
 
-def _say_if_forgotten(study: Study, ended: Collection[str]) -> None:
-    """Says that runs have ended, and nothing records how they were divided into stacks: other runs may be divided otherwise."""
+def _say_if_forgotten(study: Study, group: Sequence[RunConfig]) -> None:
+    """Says that runs have ended, and nothing records how they were divided into stacks: other runs may be divided otherwise.
+    Results from published rows have no folder. They were trained elsewhere, and nothing is lost."""
+    ended = {result.config.id for result in study.results(group) if result.summary.folder}
     lost = without(ended, recorded_divisions(study, ended))
     if lost:
         warnings.warn(

@@ -89,3 +89,16 @@ def test_update_in_one_pass_is_that_of_torch_and_leaves_dead_models_alone(name):
     for k in range(2):
         torch.testing.assert_close(param[k], theirs[k].detach(), rtol=1e-5, atol=1e-6)
     assert torch.equal(param[2], start[2])
+
+
+@pytest.mark.filterwarnings("error")
+def test_compiling_a_step_says_nothing_of_caches():
+    """Dynamo warns of each cached function that it meets."""
+
+    @torch.compile(backend="eager")
+    def step(x, weight):
+        with products.fast_products():
+            return F.linear(x, weight)
+
+    torch._dynamo.reset()
+    step(torch.ones(2, 3), torch.ones(4, 3))

@@ -2,12 +2,14 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from smupar.cli.main import main
+from smupar.lm.run.folder import read_summary
 from smupar.output.json_files import SEAL, DamagedFileError, write_sealed
 from smupar.study.report import definition_of, write_report
 from smupar.study.store import Study
@@ -126,6 +128,16 @@ def test_lost_record_of_stacks_is_said(study, capsys):
     shutil.rmtree(study.runs / run_id(study, 0.02))
     main([*SWEEP, "--out", str(study.folder)])
     assert f"{study.stacks} does not say in which stacks 2 runs were trained" in capsys.readouterr().err
+
+
+def test_results_from_published_rows_are_in_no_stack(study, capsys):
+    """Such results have no folder."""
+    shutil.rmtree(study.stacks)
+    shutil.rmtree(study.runs / run_id(study, 0.02))
+    for path in study.runs.glob("*/summary.json"):
+        replace(read_summary(path.parent), folder="").write(path.parent, None)
+    main([*SWEEP, "--out", str(study.folder)])
+    assert "does not say in which stacks" not in capsys.readouterr().err
 
 
 # Files of the study
