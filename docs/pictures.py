@@ -1,13 +1,11 @@
 """Draws docs/images/three-rules.png, the first picture of README, from the rows of Figure 6. ``make docs`` runs it."""
 
-from fractions import Fraction
 from pathlib import Path
 
 from smupar.paper.figure import Rows, curves, panel, title
 from smupar.paper.publish import measured_in
 from smupar.paper.published import read_published
 from smupar.study.curves import Panel
-from smupar.study.optima import Curve
 from smupar.study.picture import draw_png
 
 DOCS = Path(__file__).parent
@@ -16,11 +14,7 @@ RULES = ("sp", "mup", "smupar")
 
 def three_rules(rows: Rows) -> list[Panel]:
     """A panel for each rule, with a curve for each density."""
-    return [panel(curves(rows, rule), title(rule), label=_density) for rule in RULES]
-
-
-def _density(curve: Curve) -> str:
-    return f"density {Fraction(1 - curve.sparsity).limit_denominator(1000)}"
+    return [panel(curves(rows, rule), title(rule)) for rule in RULES]
 
 
 if __name__ == "__main__":

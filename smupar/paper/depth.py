@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from smupar.lm.config.run import RunConfig
-from smupar.paper.figure import MORE, STABLE, Claim, Figure, Rows, all_of, density_in_words, edge, panel
+from smupar.paper.figure import MORE, STABLE, Claim, Figure, Rows, all_of, edge, panel
 from smupar.paper.settings import Scale
 from smupar.rules import DEPTH_RULES
+from smupar.study.comparison import density_in_words
 from smupar.study.curves import LOSS, Panel
 from smupar.study.definition import curve_of
 from smupar.study.optima import Curve, farthest_move, times

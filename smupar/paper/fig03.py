@@ -20,7 +20,6 @@ from smupar.paper.figure import (
     Figure,
     Rows,
     all_of,
-    density_in_words,
     over,
     pooled_spread,
     runs_of,
@@ -29,7 +28,7 @@ from smupar.paper.figure import (
     valid_loss,
 )
 from smupar.paper.settings import Scale
-from smupar.study.comparison import as_rule
+from smupar.study.comparison import as_rule, density_in_words
 from smupar.study.curves import Line, Panel, Point
 from smupar.study.run_configs import unique
 from smupar.study.store import Study

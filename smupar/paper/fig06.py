@@ -10,7 +10,6 @@ from smupar.paper.figure import (
     all_of,
     at_dense_optimum,
     curves,
-    density_in_words,
     is_stable,
     moves_more,
     panels,
@@ -18,6 +17,7 @@ from smupar.paper.figure import (
     sweep_rules,
     title,
 )
+from smupar.study.comparison import density_in_words
 
 _SPARSE = 0.75
 

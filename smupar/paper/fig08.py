@@ -12,10 +12,10 @@ from smupar.paper.figure import (
     Rows,
     all_of,
     curves,
-    density_in_words,
     spread_of_seeds,
     title,
 )
+from smupar.study.comparison import density_in_words
 from smupar.study.curves import LOSS, Line, Panel, Point
 from smupar.study.optima import Curve
 

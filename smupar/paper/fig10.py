@@ -15,7 +15,6 @@ from smupar.paper.figure import (
     Figure,
     Rows,
     all_of,
-    density_in_words,
     over,
     pooled_spread,
     runs_of,
@@ -25,7 +24,7 @@ from smupar.paper.figure import (
     widths,
 )
 from smupar.paper.settings import Scale, iso_width
-from smupar.study.comparison import as_rule
+from smupar.study.comparison import as_rule, density_in_words
 from smupar.study.curves import Panel
 from smupar.study.definition import by_seeds
 

@@ -18,7 +18,6 @@ from smupar.paper.figure import (
     all_of,
     at_dense_optimum,
     curve,
-    density_in_words,
     edge,
     moving,
     panel,
@@ -28,6 +27,7 @@ from smupar.paper.figure import (
     title,
 )
 from smupar.paper.settings import Scale
+from smupar.study.comparison import density_in_words
 from smupar.study.curves import Panel
 from smupar.study.optima import Curve, farthest_move, times
 from smupar.study.run_configs import unique

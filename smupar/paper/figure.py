@@ -30,7 +30,7 @@ from smupar.lm.config.run import RunConfig
 from smupar.output.colours import rule_colour
 from smupar.paper.settings import Scale
 from smupar.rules import get_rule
-from smupar.study.comparison import as_rule
+from smupar.study.comparison import as_rule, density_in_words
 from smupar.study.curves import LOSS, Line, Panel, Point, line_of
 from smupar.study.definition import by_seeds, curve_of
 from smupar.study.optima import STABLE as STABLE
@@ -195,18 +195,13 @@ def title(rule: str) -> str:
     return get_rule(rule).title
 
 
-def density_in_words(sparsity: float) -> str:
-    """The density as a fraction, such as 1/8."""
-    return "1" if sparsity == 0 else f"1/{1 / (1 - sparsity):g}"
-
-
 # Drawing
 
 
 def panel(
     curves: Sequence[Curve], heading: str, x_label: str = "learning rate", *, label: Callable[[Curve], str] | None = None
 ) -> Panel:
-    """A rule's curves over the swept value. Sparser models have lighter lines. By default labels have the sparsity, and the
+    """A rule's curves over the swept value. Sparser models have lighter lines. By default labels have the density, and the
     width if it varies."""
     varies = len({curve.width for curve in curves}) > 1
     lines = tuple(
@@ -223,7 +218,7 @@ def moving(curves: Sequence[Curve]) -> str:
 
 
 def _label(curve: Curve, *, with_width: bool) -> str:
-    return (f"width {curve.width}, " if with_width else "") + f"sparsity {curve.sparsity:.4g}"
+    return (f"width {curve.width}, " if with_width else "") + f"density {density_in_words(curve.sparsity)}"
 
 
 def panels(rows: Rows, rules: Iterable[str] = RULES, axis: str = "lr") -> list[Panel]:

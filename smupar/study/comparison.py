@@ -1,4 +1,4 @@
-"""The paper's conventions for comparing rules, beyond Table 1."""
+"""Conventions for comparing models: the paper's, beyond Table 1, and how a density is written."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ def as_rule(rule: str, sparsity: float) -> str:
     """The rule under which a model is run. A dense model is the same under muP, SmuPar and its ablations, so it is run once,
     under muP. "smupar-aligned" differs from muP even when dense."""
     return "mup" if sparsity == 0 and rule != "sp" and not get_rule(rule).two_terms else rule
+
+
+def density_in_words(sparsity: float) -> str:
+    """The density, as a fraction such as 1/8 if it is one."""
+    density = 1 - sparsity
+    fraction = Fraction(density).limit_denominator(10_000)
+    return str(fraction) if fraction.numerator == 1 and math.isclose(fraction, density) else f"{density:.4g}"
 
 
 def sp_init_std(init_std: float, base_width: int, width: int) -> float:

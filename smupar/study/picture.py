@@ -88,7 +88,8 @@ def _has_seeds(panel: Panel) -> bool:
 
 def _draw_title(panel: Panel, axis: Any) -> None:
     text = f"{panel.title}: {panel.finding}" if panel.finding else panel.title
-    colour = rule_colour(panel.rule or rule_in(text), _TEXT)
+    by_size = any(not isinstance(line.colour, str) for line in panel.lines)  # colours of sizes are near those of rules
+    colour = _TEXT if by_size else rule_colour(panel.rule or rule_in(text), _TEXT)
     if len(text) > _MOST_LETTERS:
         text = text.replace(": ", ":\n", 1)
     axis.set_title(text, fontsize=10.5, fontweight="bold", loc="left", color=colour)

@@ -14,6 +14,7 @@ from typing import Any
 from smupar.lm.config.run import RunConfig
 from smupar.output.page.document import Answer, Tone
 from smupar.plan.settings import refuse
+from smupar.study.comparison import density_in_words
 from smupar.study.config import TransferConfig
 from smupar.study.curves import LOSS, Line, Panel, Point, line_of
 from smupar.study.definition import Findings, Stage, StudyDefinition, curve_of, seeds_of, with_more_seeds
@@ -133,7 +134,7 @@ def sentence(config: TransferConfig, verdicts: Sequence[Verdict]) -> str:
     costs = ", ".join(
         f"{title_of(verdict.rule)} {_percent(verdict.farthest.excess(verdict.proxy.best_value))}" for verdict in verdicts
     )
-    second = f"at {far.sparsity:.4g} sparsity and width {far.width}{_deep(far)} the proxy's best swept {name} costs {costs}"
+    second = f"at {_size_of(far)}, the proxy's best swept {name} costs {costs}"
     return " ".join([f"{first}; {second}.", *doubts_about(config, verdicts)])
 
 
@@ -181,7 +182,7 @@ def _answer(config: TransferConfig, verdict: Verdict) -> Answer:
     far = _farthest_moved(verdict)
     octaves = 0.0 if far.diverged else math.log2(far.best / verdict.proxy.best)
     cost = verdict.farthest.excess(verdict.proxy.best_value)
-    where, at_cost = (f"sparsity {curve.sparsity:.4g}, width {curve.width}{_deep(curve)}" for curve in (far, verdict.farthest))
+    where, at_cost = (_size_of(curve) for curve in (far, verdict.farthest))
     moved_to = "every run diverged" if far.diverged else f"{far.best:.3g} ({octaves:+.1f} octaves)"
     return {
         "name": title_of(verdict.rule),
@@ -269,10 +270,12 @@ class _Ids:
 
 def _named(curves: Iterable[Curve | Setup]) -> str:
     return ", ".join(
-        f"{title_of(curve.rule)} "
-        f"{'on the proxy' if curve.is_proxy else f'at sparsity {curve.sparsity:g}, width {curve.width}{_deep(curve)}'}"
-        for curve in curves
+        f"{title_of(curve.rule)} {'on the proxy' if curve.is_proxy else f'at {_size_of(curve)}'}" for curve in curves
     )
+
+
+def _size_of(curve: Curve | Setup) -> str:
+    return f"density {density_in_words(curve.sparsity)}, width {curve.width}{_deep(curve)}"
 
 
 def _deep(curve: Curve | Setup) -> str:
@@ -317,7 +320,7 @@ def _panel(config: TransferConfig, rule: str, curves: Sequence[Curve], ids: _Ids
 
 
 def _size(setup: Setup, *, with_width: bool) -> str:
-    size = f"sparsity {setup.sparsity:.4g}" if setup.sparsity else "dense"
+    size = f"density {density_in_words(setup.sparsity)}" if setup.sparsity else "dense"
     return f"width {setup.width}, {size}" if with_width else size
 
 

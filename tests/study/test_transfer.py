@@ -83,7 +83,7 @@ def test_sentence_says_how_far_optima_moved_and_what_it_costs():
     assert moved(verdicts[0].proxy, verdicts[0].targets[1]) == pytest.approx(16)
     text = sentence(config, verdicts)
     assert "SP's 16x, SmuPar's 2x" in text
-    assert "at 0.9375 sparsity and width 256 the proxy's best swept learning rate costs SP 53.3%, SmuPar 3.3%" in text
+    assert "at density 1/16, width 256, the proxy's best swept learning rate costs SP 53.3%, SmuPar 3.3%" in text
     assert "edge" not in text
 
 
@@ -102,8 +102,8 @@ def test_target_of_which_every_run_diverged_counts_against_its_rule():
     ]
     text = sentence(config, verdicts)
     assert "SP's out of reach, SmuPar's 2x" in text
-    assert "at 0.9375 sparsity and width 256 the proxy's best swept learning rate costs SP a diverged run, SmuPar 3.3%" in text
-    assert "Every run diverged, so there is no best learning rate: SP at sparsity 0.9375, width 256." in text
+    assert "at density 1/16, width 256, the proxy's best swept learning rate costs SP a diverged run, SmuPar 3.3%" in text
+    assert "Every run diverged, so there is no best learning rate: SP at density 1/16, width 256." in text
     assert "edge" not in text
     assert panels(config, verdicts)[0].lines[-1].best is None
 
@@ -235,9 +235,9 @@ def test_transfer_over_depth_says_which_depth():
     verdicts = [Verdict("smupar", proxy, targets)]
     told = sentence(config.normalised, verdicts)
     assert told.startswith("From the dense proxy of width 32 and depth 2 the best learning rate moved")
-    assert "at 0.75 sparsity and width 64, depth 4 the proxy's best swept learning rate costs SmuPar 50.0%" in told
+    assert "at density 1/4, width 64, depth 4, the proxy's best swept learning rate costs SmuPar 50.0%" in told
     lines = [line.label for line in panels(config.normalised, verdicts)[0].lines]
-    assert lines == ["proxy, width 32, depth 2", *(f"sparsity 0.75, depth {depth}" for depth in (2, 4))]
+    assert lines == ["proxy, width 32, depth 2", *(f"density 1/4, depth {depth}" for depth in (2, 4))]
 
 
 def test_transfer_to_depths_below_the_base_is_refused():

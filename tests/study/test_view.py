@@ -50,7 +50,7 @@ def test_unfinished_study_draws_what_ended_and_what_waits(tmp_path):
     left = make_study(tmp_path, num_left_out=6)  # all of SmuPar on the target
     document = StudyView(tmp_path).document()
     assert document["headline"] == "So far the learning rate does not transfer under SP."
-    assert document["sentence"].startswith("The optimum is not settled yet: SmuPar at sparsity 0.75")
+    assert document["sentence"].startswith("The optimum is not settled yet: SmuPar at density 1/4")
     target = document["charts"][1]["lines"][1]
     assert [point["y"] for point in target["points"]] == [None] * 6
     assert [point["runs"] for point in target["points"]] == [[run.id] for run in left]
@@ -79,7 +79,7 @@ def test_optimum_on_the_edge_counts_once_its_curve_is_whole(tmp_path):
         end_run(tmp_path / "runs" / by_lr[lr].id, by_lr[lr], loss=3 - lr)
     document = StudyView(tmp_path).document()
     assert document["headline"] == "So far the learning rate does not transfer under SP."
-    assert "not settled yet: SmuPar at sparsity 0.75, width 64." in document["sentence"]
+    assert "not settled yet: SmuPar at density 1/4, width 64." in document["sentence"]
     sp = [row["id"] for row in rows_of(document) if row["rule"] == "SP" and row["sparsity"] == 0.75]
     for run in map(RunConfig.from_json, [(tmp_path / "runs" / id_ / "config.json").read_text() for id_ in sp]):
         end_run(tmp_path / "runs" / run.id, run, loss=3 - run.lr)  # all of SP's runs have ended, the last is the best

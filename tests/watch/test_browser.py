@@ -154,7 +154,7 @@ def test_rows_above_the_curves_say_how_far_each_optimum_is(visit, served):
         ["+0.5 octaves"],
     ]
     labels = page.locator("#charts .plot").first.locator(".y2tick").all_text_contents()
-    assert sorted(labels) == ["proxy, width 32", "sparsity 0.75"]
+    assert sorted(labels) == ["density 1/4", "proxy, width 32"]
 
 
 def test_keyboard_reaches_points_and_runs(visit, served):
@@ -236,7 +236,7 @@ def test_studies_are_compared(visit, served):
     page.wait_for_selector(".comparison")
     assert "So far the learning rate does not transfer under SP." in page.locator(".comparison").inner_text()
     assert page.evaluate("document.querySelectorAll('#charts .plot')[0].data.length") > before
-    assert page.locator("#charts .keys li", has_text="compared: sparsity 0.75").count() == 2
+    assert page.locator("#charts .keys li", has_text="compared: density 1/4").count() == 2
 
 
 @pytest.mark.parametrize("dark", [False, True])
