@@ -1,6 +1,7 @@
 """Is this checkout ready for a release? ``python tests/release.py [--tag v1.2.3]`` prints what is wrong and exits with 1.
 
 `make release` runs this with the tests and the site before a tag is made; the release workflow runs it again for the tag.
+``python tests/release.py --raise-to 1.2.3`` writes the version and today's date to all files that name them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +45,26 @@ def problems(root: Path, tag: str | None = None) -> list[str]:
     return found
 
 
+def raise_to(root: Path, version: str) -> None:
+    """Writes a version to the package, to the changelog above its first changes, and to the citation, with today's date."""
+    if not re.fullmatch(r"\d+\.\d+\.\d+", version):
+        raise SystemExit(f"{version!r} is not a version such as 1.2.3")
+    today = datetime.now(UTC).date().isoformat()
+    texts: dict[Path, str] = {}
+    for name, old, new in (
+        ("smupar/__init__.py", r'^__version__ = ".*"$', f'__version__ = "{version}"'),
+        ("CHANGELOG.md", r"^## Unreleased$", f"## {version} ({today})"),
+        ("CITATION.cff", r"^version: .*$", f"version: {version}"),
+        ("CITATION.cff", r"^date-released: .*$", f"date-released: {today}"),
+    ):
+        before = texts.get(root / name) or (root / name).read_text(encoding="utf-8")
+        texts[root / name], num_lines = re.subn(old, new, before, count=1, flags=re.MULTILINE)
+        if not num_lines:
+            raise SystemExit(f"{name} has no line {old.strip('^$')!r}: write one, then run this again")
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8")
+
+
 def relative_links(text: str) -> list[str]:
     """Targets of Markdown links and pictures that are neither absolute nor inside the page."""
     return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if not link.startswith(("https://", "http://", "#"))]
@@ -65,6 +87,11 @@ def _git(root: Path, *command: str) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tag", help="the tag that is released; by default it must not exist yet")
-    wrong = problems(ROOT, parser.parse_args().tag)
+    parser.add_argument("--raise-to", metavar="VERSION", help="write this version and today's date, and check nothing")
+    asked = parser.parse_args()
+    if asked.raise_to:
+        raise_to(ROOT, asked.raise_to)
+        sys.exit()
+    wrong = problems(ROOT, asked.tag)
     print("\n".join(f"- {sentence}" for sentence in wrong) or "ready")
     sys.exit(1 if wrong else 0)

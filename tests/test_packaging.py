@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import smupar
-from tests.release import problems, relative_links, urls
+from tests.release import problems, raise_to, relative_links, urls
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -183,6 +183,20 @@ def test_release_names_what_is_not_ready(checkout, name, old, new, said):
     first, last = problems(checkout)
     assert said in first
     assert last.startswith("there are changes that are not committed")
+
+
+def test_raising_the_version_leaves_nothing_but_the_commit_to_do(checkout):
+    changes = checkout / "CHANGELOG.md"
+    changes.write_text(changes.read_text().replace("## 0.1.0", "## Unreleased\n\n- Second.\n\n## 0.1.0"))
+    raise_to(checkout, "0.2.0")
+    assert "\n## 0.1.0 (2026-11-18)\n" in changes.read_text()
+    (left,) = problems(checkout)
+    assert left.startswith("there are changes that are not committed")
+    with pytest.raises(SystemExit, match=r"CHANGELOG\.md has no line '## Unreleased'"):
+        raise_to(checkout, "0.3.0")
+    assert '"0.2.0"' in (checkout / "smupar/__init__.py").read_text()
+    with pytest.raises(SystemExit, match=r"'0\.3' is not a version such as 1\.2\.3"):
+        raise_to(checkout, "0.3")
 
 
 def test_release_refuses_another_tag_and_a_version_that_is_released(checkout):
