@@ -33,9 +33,9 @@ def coord_check(
     densities: float | Sequence[float] = (1.0,),
     depths: int | Sequence[int] = (),
     optimizer: MakeOptimizer = torch.optim.AdamW,
-    lr: float | Mapping[str, float] = 2**-6,
-    weight_decay: float = 0.0,
-    steps: int = 10,
+    lr: float | Mapping[str, float] | None = None,
+    weight_decay: float | None = None,
+    steps: int | None = None,
     seeds: int | Sequence[int] = 3,
     prepare: Callable[[nn.Module, Plan], None] | None = None,
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
@@ -51,12 +51,14 @@ def coord_check(
     make_model    width -> model; models may differ only in their width. With depths: (width, depth) -> model
     loss_fn       (model, batch) -> scalar loss
     batches       at least ``steps`` batches; every run gets the same ones
-    rules         rules to compare. If there are other rules, SP and muP are baselines, which do not count for ``report.ok``
+    rules         rules to compare. With another rule beside them, SP and muP are baselines and do not count for ``report.ok``
     widths        default: the base width alone. At least two widths, two densities or two depths are needed
     depths        numbers of residual blocks; base_depth is the smallest of them by default. Blocks are compared at the same
                   relative depth, after the plan's factors for the depth are divided out
-    lr            base learning rate, or one for each rule
     optimizer     a class that takes ``param_groups``, or a function (model, plan) -> optimizer or list of optimizers
+    lr            base learning rate, or one for each rule; 2^-6 by default. For a class alone: a function sets its own
+    weight_decay  weight decay, 0 by default; likewise
+    steps         number of steps, 10 by default
     prepare       function (model, plan) that sets what smupar cannot set, such as an attention scale that it does not find
     scheduler     optimizer -> scheduler; its step() is called after each step
     allocation    density -> what ``parameterize`` takes as density, such as smupar.erk
@@ -64,8 +66,12 @@ def coord_check(
     sparsifier    with horizon: (model, plan, optimizers) -> sparsifier for the sparse models, such as RigL
     settings      settings of ``parameterize``
     """
+    has_own = not isinstance(optimizer, type) and (lr, weight_decay) != (None, None)
+    refuse(has_own, "optimizer is a function, which sets the learning rate and the decay: leave out lr= and weight_decay=")
+    refuse(steps is not None and horizon is not None, "steps and horizon are both numbers of steps: pass one of them")
+    lr, weight_decay, steps = 2**-6 if lr is None else lr, weight_decay or 0.0, horizon or (10 if steps is None else steps)
     training = Training(loss_fn, optimizer, lr, weight_decay, scheduler, prepare, allocation, settings, sparsifier)
-    run_class, steps = _run_class(horizon, training), steps if horizon is None else horizon
+    run_class = _run_class(horizon, training)
     rule_list = (rules,) if isinstance(rules, str) else tuple(rules)
     training.check(rule_list, densities)
     seed_list, batch_list = _seeds_and_batches(seeds, steps, batches)

@@ -75,7 +75,7 @@ class CheckConfig:
     whole_run: int | None = None
     """Train this many steps instead, with warm-up and a learning rate that falls to zero, and report from which step on the
     sizes of updates drift. Pass the batch size and sequence length of your own runs."""
-    weight_decay: float = 0.0
+    weight_decay: float = RunConfig.weight_decay
     """Weight decay: at each step weights shrink by the learning rate times this. It matters over a whole run, and hardly in ten
     steps."""
     seeds: int = 3
@@ -106,6 +106,10 @@ class CheckConfig:
         check_positive(self, "steps", "seeds", "depth", "batch_size", "seq_len", "base_width")
         check_not_negative(self, "threads", "lr", "weight_decay", "init_std", "alpha_input", "alpha_output")
         check_positive(self, *(() if self.whole_run is None else ("whole_run",)))
+        refuse(
+            self.whole_run is not None and self.steps != type(self).steps,
+            "--steps and --whole-run are both numbers of steps: pass one of them",
+        )
         check_sparsities(*self.sparsities)
         refuse(not self.widths or min(self.widths) < 1, f"widths must be whole numbers from 1 on, got {self.widths}")
         check_not_too_large("width", *self.widths)

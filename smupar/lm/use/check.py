@@ -75,7 +75,7 @@ def _checked(config: CheckConfig, lr: Mapping[str, float] | None) -> Report:
         depths=config.depths,
         optimizer={"adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}[config.optimizer],
         lr=config.lr if lr is None else lr,
-        steps=config.steps,
+        steps=None if config.whole_run else config.steps,
         horizon=config.whole_run,
         weight_decay=config.weight_decay,
         scheduler=None if config.whole_run is None else falling,

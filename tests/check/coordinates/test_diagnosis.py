@@ -43,7 +43,9 @@ def check(prepare=None, *, make=make_model, widths=(256,), densities=(1, 1 / 4),
             with torch.no_grad():
                 prepare(model, plan)
 
-    settings = {"init_std": 0.087, "alpha_input": 9.17, "alpha_output": 1.095, "lr": 2**-6, "steps": 3, **settings}
+    if isinstance(settings.get("optimizer", type), type):
+        settings = {"lr": 2**-6, **settings}
+    settings = {"init_std": 0.087, "alpha_input": 9.17, "alpha_output": 1.095, "steps": 3, **settings}
     return smupar.coord_check(
         make,
         loss_fn,

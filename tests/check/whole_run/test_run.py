@@ -8,6 +8,7 @@ import torch
 import smupar
 from smupar.check.whole_run.report import RunReport
 from smupar.cli.main import main
+from smupar.lm.config.commands import CheckConfig
 from tests.check.coordinates.grid import Fork, batches_of, token_batches
 from tests.check.coordinates.test_depth import ENDS, net
 from tests.check.coordinates.test_depth import loss_of as depth_loss
@@ -37,7 +38,7 @@ def test_moving_masks_are_seen():
 
 
 def test_run_that_diverges_fails_and_is_named():
-    found = check(optimizer=lambda model, plan: Exploding(smupar.param_groups(model, plan, lr=2**-7)))
+    found = check(optimizer=lambda model, plan: Exploding(smupar.param_groups(model, plan, lr=2**-7)), lr=None)
     assert not found.ok
     assert "likely cause: training diverged" in found.explain()
 
@@ -57,6 +58,13 @@ class Exploding(torch.optim.AdamW):
 def test_fewer_batches_than_the_horizon_are_refused():
     with pytest.raises(ValueError, match="batches ran out: 30 steps need as many batches, but there are 24"):
         check(24, horizon=30)
+
+
+def test_steps_beside_a_horizon_are_refused():
+    with pytest.raises(ValueError, match="steps and horizon are both numbers of steps: pass one of them"):
+        smupar.coord_check(Fork, loss_of, batches_of(24), base_width=16, widths=[32], steps=24, horizon=24)
+    with pytest.raises(ValueError, match="--steps and --whole-run are both numbers of steps: pass one of them"):
+        CheckConfig(steps=24, whole_run=24)
 
 
 def test_sparsifier_without_a_horizon_is_refused():

@@ -69,7 +69,8 @@ MODELS = {
 
 def fixed_check(kind, **changes):
     make, roles, shape = MODELS[kind]
-    settings = {"base_width": 64, "widths": (64, 256), "densities": (1,), "steps": 3, "seeds": 5, "lr": 2**-8, **changes}
+    settings = {"base_width": 64, "widths": (64, 256), "densities": (1,), "steps": 3, "seeds": 5, **changes}
+    settings |= {} if "optimizer" in changes else {"lr": 2**-8}
     batches = batches_of(settings["steps"], shape, num_classes=16 if kind == "projection" else 3, size=16)
     return check(make, batches=batches, roles=roles, **{"prepare": settle_all, **settings})
 

@@ -223,7 +223,7 @@ def test_erk_passes_with_each_layers_own_density_and_fails_with_one_correction_f
     assert squeezed["squeeze.weight"].density > 3 * squeezed["up.weight"].density
     assert right.verdicts == {"smupar": PASS}, right.explain()
 
-    wrong = check(Bottleneck, **settings, prepare=one_init_for_all, optimizer=one_lr_for_all)
+    wrong = check(Bottleneck, **{**settings, "lr": None}, prepare=one_init_for_all, optimizer=one_lr_for_all)
     # The audit knows as well; here the sizes themselves must show it.
     assert overall(wrong.slopes) == FAIL
     failing = {(one.place, one.quantity) for one in wrong.slopes if one.verdict == FAIL and one.step == 1}
