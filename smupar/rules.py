@@ -6,7 +6,7 @@ about. Each entry is a product of powers of the tensor's own multipliers:
     m_in, m_out   width of the tensor's fan-in and fan-out, divided by the base model's (the paper's m_d if both are equal)
     m_rho         density divided by the base density
 
-So an entry such as ``over(m_in=1, m_rho=1)`` reads 1 / (m_in m_rho).
+So the entry ``over(m_in=1)`` reads 1 / m_in.
 
 ``smupar-aligned`` is our own rule: SmuPar with a correction of hidden learning rates that is not a power (``two_terms``).
 

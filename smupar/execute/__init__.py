@@ -1,7 +1,8 @@
 """Ways to run a step faster.
 
 stacked         trains many models of one shape as one
-batched         the parts of such a step; attention and products: its kernels
+batched         the parts of such a step
+attention       attention that can be stacked; products: products of linear layers on a CPU
 cuda_graphs     a step as one CUDA graph
 sparse          layers that keep only their non-zeros
 timing          the time of a step

@@ -254,8 +254,8 @@ class SparseLinear(nn.Module):
         0."""
         if reason := self.kernel.refusal(mask):
             raise ValueError(
-                f"backend {self.backend!r} cannot hold the moved mask: {reason}; or "
-                "sparsify_storage(model, plan, backend='csr'), or 'dense', before masks move"
+                f"backend {self.backend!r} cannot hold the moved mask: {reason}. Or convert before "
+                "masks move: sparsify_storage(model, plan, backend='csr'), or backend='dense'"
             )
         old_mask, (starts, columns) = self.weight_mask, row_index(mask)
         remap = _Remapping(old_kept=mask[old_mask], new_kept=old_mask[mask])

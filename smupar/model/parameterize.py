@@ -5,8 +5,11 @@ They add the following to a model. Each addition is found by its name, so ``atta
 - a bool buffer ``<param>_mask`` beside every sparse parameter; the weight is exactly 0 where it is False;
 - a hook on that parameter that masks its gradient as soon as it is accumulated, so that optimizers, clipping and reducers
   never see off-mask gradients. Hooks on tensors get lost by deepcopy, to_empty and sharding, which is why ``attach`` exists;
-- a non-persistent buffer ``smupar_factor`` and a hook on every module whose output Table 1 multiplies; and ``smupar_branch``,
-  with a hook, on every module that ends a residual branch in a model that is deeper than its base;
+- a non-persistent buffer ``smupar_factor`` and a hook on every module that Table 1 multiplies: lookup tables at their output,
+  all others at their input, so that a bias is not multiplied;
+- ``smupar_branch``, with a hook, on every module that ends a residual branch in a model that is deeper than its base;
+- numbers that follow the width (``multipliers=``) and attention scales, which are set to the plan's values where the model has
+  fields for them; elsewhere a factor on the queries;
 - an attribute of the root module that names the masked parameters, and hooks before and after ``load_state_dict``.
 
 If an optimizer's updates mix entries, its weights are also masked after each step (``seam``).

@@ -183,11 +183,12 @@ class ModelWeight(ABC):
 
     @abstractmethod
     def is_foreign(self, shape: Sequence[int]) -> bool:
-        """Whether a tensor of this shape has the other form: a matrix if the weight keeps only non-zeros, or else non-zeros."""
+        """Whether a tensor of this shape was saved from the other kind of weight: a matrix for a compressed weight, a vector of
+        non-zeros for a dense one."""
 
     @abstractmethod
     def converted(self, foreign: Tensor) -> Tensor:
-        """Converts a tensor of the other form to the form of the parameter."""
+        """Converts such a tensor (``is_foreign``) to the layout of this parameter."""
 
 
 class DenseWeight(ModelWeight):

@@ -337,7 +337,7 @@ def _cost_on_gpus(name: str, fig: Figure, scale: Scale, command: str) -> FigureC
         "runs": f"{len(configs)}{' and those that follow a trace' if fig.then and not fig.expected else ''}",
         "parameters": f"{small:,}" + (f" to {big:,}" if big != small else ""),
         "tokens": f"{tokens:.3g}, of which {largest.num_tokens:.3g} in a run of the largest model",
-        "FLOPs": f"{flops:.3g} (6 N tokens)",
+        "FLOPs": f"{flops:.3g} (6 x parameters x tokens)",
         "time": f"{hours:,.1f} GPU-hours of an H200 at 45% of 990 TFLOP/s",
         "memory": f"{gib:.1f} GiB for the largest model, with one sequence at a time",
         "command": command,

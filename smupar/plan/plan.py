@@ -57,7 +57,7 @@ class PlanRow:
     init_std: float | None  # std of the kept weights; None if the model's own values stay
     lr_factors: dict[str, float]  # optimizer family -> factor on the base learning rate
     eps_factor: float
-    forward: tuple[tuple[str, float], ...]  # (module path, factor on its output)
+    forward: tuple[tuple[str, float], ...]  # (module path, factor on its input; for lookup tables on its output)
     note: str = ""
     depth_mult: Fraction = Fraction(1)  # number of layers in the list around it / the base's number
     kept_factor: float = 1.0  # factor on the model's own values if they stay

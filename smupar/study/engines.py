@@ -1,8 +1,8 @@
-"""Executes the runs of a study, one by one or stacked, with the same results. Which is faster depends on width and tokens per
-step, so ``auto`` measures.
+"""Executes the runs of a study, one by one or stacked, with the same results up to rounding. Which is faster depends on width
+and tokens per step, so ``auto`` measures.
 
 Both ways use ``GPTStack``, which is compiled once for each shape and then refilled with the next runs. The trainer trains runs
-that cannot be stacked.
+that cannot be stacked or do not fit into memory.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def _inspect_study(path: Path, found: Inspection) -> None:
             found.wrong.append(f"{run}: config.json belongs to another run ({config.id})")
     if (path / "data.json").exists() or any(study.runs.glob("*")):
         with found.part():
-            _inspect_texts(study, found)
+            _inspect_traces(study, found)
     _inspect_stacks(study, found)
     for file in sorted(path.glob("proxy-*.trace.json")):
         with found.part():
@@ -82,7 +82,7 @@ def _inspect_state(folder: Path, runs: Sequence[str], found: Inspection) -> None
         found.read((folder / saved.tensors).stat().st_size)
 
 
-def _inspect_texts(study: Study, found: Inspection) -> None:
+def _inspect_traces(study: Study, found: Inspection) -> None:
     """Checks that the traces in the study's folder are those that its runs followed."""
     for name, sha256 in read_object(study.folder / "data.json", remedy=_RESTORE).items():
         what, _, file = name.partition(" ")

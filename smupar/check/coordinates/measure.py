@@ -28,11 +28,11 @@ from smupar.plan.roles.parameters import parent_path
 Y, GRAD_X, DY, CHANGE, GRAD_W = "Y", "grad X", "dY", "change of Y", "weight gradient"
 JUDGED = (Y, GRAD_X, DY)
 AXES = ("width", "density", "depth")
-# Roles of hidden weights of which one side has a fixed part. If it is the input side, outputs grow more than inputs (widening).
-# If it is the output side, they grow less (narrowing).
+# Hidden weights with a partly fixed size on one side. If inputs are fixed in part, outputs grow more than inputs (widening). If
+# outputs are, they grow less (narrowing).
 WIDENING, NARROWING, ROUTER = "hidden, widening", "hidden, narrowing", "router"
-# Inputs and outputs grow unevenly if their growth differs by this factor. Below it, a gradient's slope over two octaves is off
-# by at most 1/8.
+# Inputs and outputs grow unevenly if their growth differs by this factor. Below it, a layer
+# changes a gradient by at most 2^(1/4), which is a slope of 1/8 over two octaves.
 UNEVEN = math.sqrt(2)
 Growth = Mapping[str, Sequence[float]]  # parameter name -> how many times larger each dimension is at another width of the grid
 
@@ -70,7 +70,7 @@ class Reading(Cell):
 
     step: int
     place: str  # module path
-    kind: str  # "layer", "block", or "part" (a matrix inside a module, whose place is its own name)
+    kind: str  # "layer", "block", or "part": a matrix inside a module; its ``place`` is the parameter's name
     role: str  # role of the weight; "block" or "logits" for blocks
     quantity: str
     rms: float
@@ -209,8 +209,8 @@ class SizeRecorder:
             self._read_order()
 
     def _find_users(self) -> None:
-        """Finds the innermost module that is called around each matrix that is not the weight of a layer. If a layer is never
-        called, because the model uses its weight directly, the weight counts as such a matrix."""
+        """For each matrix that is not a layer's weight, finds the innermost module that contains it and is called. If a layer
+        is never called, because the model uses its weight directly, the weight counts as such a matrix."""
         called = {name for path, (name, _) in self.layers.items() if path in self._called}
         uncalled = [name for name, _ in self.layers.values() if name not in called]
         users = {name: next(filter(self._called.__contains__, _ancestors(name)), None) for name in (*self.parts, *uncalled)}
@@ -225,8 +225,8 @@ class SizeRecorder:
         The last layer may instead be a hidden weight from n inputs to a fixed number of outputs, as in CLIP's projection or
         ELECTRA's head. Its init variance is 1/n, so the gradients of its inputs, and of all layers before it, fall as
         1/sqrt(n). They are also proportional to the gradient that arrives at its outputs. If a norm follows, that gradient is
-        inversely proportional to the size of the outputs. This size is judged separately, so the arriving gradient is divided
-        out.
+        inversely proportional to the size of the outputs. The size of the outputs is judged on its own. So that it does not
+        count twice, gradients are divided by the arriving gradient.
         """
         called = [path for path in self._called if path in self.layers]
         roles = [self.layers[path][1] for path in called]
@@ -347,7 +347,7 @@ def _layers(model: nn.Module, plan: Plan, growth: Growth) -> Iterator[tuple[str,
         uses = [path for path, _ in row.forward] or [parent_path(row.name)]
         kinds = {path: kind_of(model.get_submodule(path)) for path in uses}
         for path, kind in kinds.items():
-            # Only the weight that the layer multiplies by counts.
+            # A layer's other parameters do not count, only the one that it multiplies by.
             is_other = parent_path(row.name) == path and not kind.owns(row.name.rpartition(".")[2])
             if row.role in ("embedding", "hidden", "unembedding", ROUTER) and kind.is_measured and not is_other:
                 tied_readout = row.role == "embedding" and kinds[uses[0]].is_lookup and not kind.is_lookup

@@ -2,7 +2,7 @@
 
 A rule that works keeps sizes flat. Slopes are fitted for each seed and step; their mean over seeds has a 95 % confidence
 interval. The spread between seeds is pooled over places of one kind. Since places of one run are not independent, at most three
-of them count as further degrees of freedom. Step 1 and the mean of all later steps decide, because single later steps are
+of them count for the degrees of freedom. Step 1 and the mean of all later steps decide, because single later steps are
 noisy, especially in gradients.
 """
 

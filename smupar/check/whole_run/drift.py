@@ -24,7 +24,7 @@ from smupar.plan.settings import layer_glob
 
 EVERY = "all layers"
 KIND_LIMITS, MEAN_LIMITS = (-1.1, 0.6), (-0.6, 0.35)  # limits for one kind of layers, and for the mean over all kinds
-FLOOR = -0.6  # the lowest slope that updates without agreement explain
+FLOOR = -0.6  # the lowest slope that updates can cause if they do not agree in sign
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Drift:
 
     @property
     def remains(self) -> bool:
-        """Whether the slope is within its limits, but farther from 0 than updates without agreement explain."""
+        """Whether the slope is within its limits, but farther from 0 than ``FLOOR``."""
         return not self.wrong and not FLOOR <= self.worst[1] <= -FLOOR
 
 

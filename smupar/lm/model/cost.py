@@ -112,7 +112,7 @@ class Forecast:
             "tokens": f"{cost.num_tokens:,} = {config.steps:,} steps of {config.batch_size} x {config.seq_len}; "
             f"{cost.num_tokens / cost.num_parameters:.3g} for each parameter",
             "FLOPs": f"{cost.dense_flops:.3g} as run, {cost.sparse_flops:.3g} without multiplying zeros "
-            f"({cost.sparse_flops / cost.dense_flops:.1%}); 6 N tokens = {cost.usual_flops:.3g}",
+            f"({cost.sparse_flops / cost.dense_flops:.1%}); the usual 6 x parameters x tokens: {cost.usual_flops:.3g}",
             "memory": f"about {self.memory_gib:.1f} GiB of {self.gpu_gib:g} on each GPU: {cost.state_bytes / _GIB:.1f} for "
             f"weights, gradients, optimizer and masks{' (a shard of them)' if self.is_sharded else ''}, "
             f"{cost.activation_bytes / _GIB:.1f} for the activations of {self.micro_batch} sequences (--micro-batch)"

@@ -1,4 +1,4 @@
-"""Makes what acts on a run's weights after each step of its optimizers, and reads the trace that it follows."""
+"""Makes a run's sparsifier and held sizes, which act after each step, and reads the trace that the run follows."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """The training loop, for one run or for a stack of many. It ends with a ``Summary`` of each run.
 
-It trains a ``Stepper`` or a ``GPTStack``: ``step`` makes a step of all runs and returns their losses, which stay on the device,
-and ``validate`` returns a loss for each run. Rows and checkpoints go to a ``Keeper``, which writes into the run's folder, or
-for a stack keeps them in memory until it has ended. The coordinate check (check/coordinates/run.py) has its own loop.
+It trains a ``Stepper`` or a ``GPTStack``: ``step`` makes a step of all runs and returns their losses, which stay on the
+device, and ``validate`` returns a loss for each run. Rows and checkpoints go to a ``Keeper``, which writes into the run's
+folder, or for a stack writes the rows and the state of all its runs from time to time. The coordinate check
+(check/coordinates/run.py) has its own loop.
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class Stepper:
-    """``step(n)`` does step n of the run and returns its loss as a tensor, so that the GPU does not have to wait for the
-    host."""
+    """``step(n)`` does step n of the run and returns its loss as a tensor on the device. The host does not read it, so it
+    can queue the next step at once."""
 
     def __init__(self, config: RunConfig, how: Execution, world: World, corpus: Corpus, trace: Trace | None = None) -> None:
         """``trace`` is the trace to follow; by default it is read from the file ``config.follow``.
@@ -106,8 +106,8 @@ class Stepper:
         return record_updates(*on, period=period) if self.config.record else None
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of sparsifier and measured updates as JSON. Masks are in the model. The weights that IMP rewinds to are not
-        saved, since a new model starts with them."""
+        """The state of sparsifier, measured updates and observer, as plain values for JSON. Masks are in the model. The
+        weights that IMP rewinds to are not saved, since a new model starts with them."""
         parts = {"updates": self.updates, "sparsifier": self.sparsifier, "observer": self.observer}
         return {
             name: {key: value for key, value in part.state_dict().items() if key != "weights"}
@@ -135,7 +135,8 @@ class Stepper:
         return [None if self.updates is None else self.updates.trace]
 
     def _uncompiled_if_observed(self) -> contextlib.AbstractContextManager[object]:
-        """The context for a step: without compiled code, which would skip hooks on gradients, if the step is observed."""
+        """If the step is observed, a context that runs it uncompiled, since compiled code skips hooks on gradients. Otherwise
+        an empty context."""
         looks = self.observer is not None and self.observer.is_due
         return torch.compiler.set_stance("force_eager") if looks and self.compiled else contextlib.nullcontext()
 
@@ -155,8 +156,8 @@ class Stepper:
             return self._update(*self._batch(self.corpus.train, self.config.seed, step)).clone()
 
     def _passes(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Does the whole step: all micro-batches, the optimizers, the sparsifier, and restoring the sizes of weights that are
-        held."""
+        """Does the whole step: all micro-batches, the optimizers, the sparsifier, and, with decay "held", scaling hidden
+        weights back to their initial size."""
         total = torch.zeros((), device=self.world.device)
         for optimizer in self.optimizers:
             optimizer.zero_grad()

@@ -53,7 +53,8 @@ def _prefixes(path: str) -> list[str]:
 
 def correspond(model: nn.Module, base: nn.Module, base_name: str = "base") -> Correspondence:
     """Finds the layer of ``base`` for each layer of ``model``. Raises if a block has no counterpart of its kind.
-    ``parameters.view_parameters`` refuses all other differences. Errors call the base ``base_name``."""
+    ``parameters.view_parameters`` refuses all other differences. ``base_name`` is the name of
+    the base in error messages."""
     lists: dict[str, Fraction] = {}
     blocks: dict[str, Fraction] = {}
     base_blocks: set[str] = set()
@@ -112,7 +113,7 @@ def _by_kind(
         refuse(
             len(order) == len(base_order) and kind != other,
             f"in {path or 'the list'!r} the model has a {kind[0]} where {base_name} has a {other[0]}: build {base_name} with "
-            "its kinds of layers in the same order",
+            "the same kinds of layers in the same order",
         )
     pairs: dict[str, str] = {}
     for kind, names in kinds.items():

@@ -1,7 +1,7 @@
 """The record of how a forward pass uses each parameter, which ``watcher`` makes.
 
-It says which dimensions products sum over, and which products read the model's input or make its output. It also says from
-which tables indices choose rows, and which parameters act element by element. A weight *scales* if one of its dimensions
+It says which dimensions products sum over, and which products read the model's input or make its output. It also lists
+lookup tables, and parameters that act element by element. A weight *scales* if one of its dimensions
 follows the width.
 """
 
@@ -19,7 +19,7 @@ class WeightProduct:
     in_dims: Dims
     out_dims: Dims
     reads_input: bool  # whether the other factor comes from the example, with no scaling weight in between
-    joins: frozenset[int]  # events: the concatenations from which the other factor was computed
+    joins: frozenset[int]  # places in ``Usage.events`` of the concatenations from which the other factor was computed
 
 
 @dataclass
@@ -28,14 +28,14 @@ class Use:
 
     products: list[WeightProduct] = field(default_factory=list)
     looked_up: set[int] = field(default_factory=set)  # dimensions that an index selects from
-    by_element: bool = False  # also if the output of a scaling weight chooses rows of it, as a router does with experts' biases
+    by_element: bool = False  # also a table whose rows are chosen by a scaling weight's output, such as experts' biases
     unclear: str = ""  # name of an operation that is not understood
     makes_output: bool = False  # its output reaches the model's output with no other scaling weight in between
     makes_normed_output: bool = False  # the same, but the output is divided by its norm on the way
     is_inside: bool = False  # its output reaches another scaling weight
     routes: bool = False  # a softmax, sigmoid or top-k of its output multiplies or chooses what other weights wrote
     multiplied_by: set[str] = field(default_factory=set)  # weights whose outputs its own output was multiplied by
-    is_factor: bool = False  # with a weight that is registered later, it makes a product that reaches the model's output
+    is_factor: bool = False  # its output, times the output of a weight registered later, reaches the model's output
     reads_constant: bool = False  # in some product, the other factor does not depend on the example
 
     @property
@@ -67,7 +67,7 @@ class Scalar:
 
     path: str
     value: float
-    dots: set[int] = field(default_factory=set)  # events: the dot products that it multiplies
+    dots: set[int] = field(default_factory=set)  # places in ``Usage.events`` of the dot products that it multiplies
     is_elsewhere: bool = False  # it also multiplies a weight's input or the model's output
 
 
@@ -96,7 +96,7 @@ class Usage:
     events: list[Event] = field(default_factory=list)
     residuals: list[Residual] = field(default_factory=list)
     same: dict[str, frozenset[str]] = field(default_factory=dict)  # module -> the modules whose output it returns
-    # the first of these that depends on weights: loss, logits, all other outputs
+    # the outputs that weights make: the loss if there is one, else the logits, else everything
     outputs: list[Output] = field(default_factory=list)
     numbers: list[Scalar] = field(default_factory=list)
     attention: dict[int, str] = field(default_factory=dict)  # dot products that are attention scores -> their module

@@ -160,12 +160,12 @@ ROLE_TABLE = (
         _input_dims,
     ),
     Case(
-        "has a scaling input and a fixed output, which the example multiplies with the output of a later weight to make the "
+        "has a scaling input and a fixed output; in the example, its output times the output of a later weight makes the "
         "model's output",
         lambda t, n: t.reads_scaling and _seen(t).makes_output and _seen(t).is_factor,
         ASK,
-        "makes the model's output in a product with the output of another weight: of the weights in one product, only one may "
-        "be the unembedding, or the product vanishes as the width grows; the others are hidden",
+        "is multiplied by another weight's output to make the model's output. Only one of these weights may be the "
+        "unembedding, or the product vanishes as the width grows; name the others hidden",
         "hidden",
         _input_dims,
     ),
@@ -180,7 +180,7 @@ ROLE_TABLE = (
         "has a scaling input and a fixed output, which the example divides by its norm to make the model's output",
         lambda t, n: t.reads_scaling and _seen(t).makes_normed_output,
         "hidden",
-        "a norm after it removes the size of its outputs, and with the size an unembedding's factor",
+        "a norm after it removes the size of its outputs, so an unembedding's factor would have no effect",
     ),
     Case(
         "has a scaling input and a fixed output, from which the example makes the model's output",
@@ -213,7 +213,7 @@ ROLE_TABLE = (
         "has a scaling input and a fixed output, and is the last layer, with a norm of this size after it or beside it",
         lambda t, n: t.reads_scaling and n.is_last(t) and (n.is_normed(t) or n.is_beside_norm(t)),
         ASK,
-        "makes the outputs, but a norm over them may remove their size, and with the size an unembedding's factor",
+        "makes the outputs, but a norm over them may remove their size, and then an unembedding's factor has no effect",
         "hidden",
     ),
     Case(
@@ -244,7 +244,7 @@ ROLE_TABLE = (
         "router",
     ),
     Case(
-        "has a scaling input and a fixed output, which the layer that makes the logits reads, and stands beside a norm of its "
+        "has a scaling input and a fixed output, is read by the layer that makes the logits, and stands beside a norm of its "
         "output size",
         lambda t, n: t.reads_scaling and n.feeds_logits(t) and n.is_beside_norm(t),
         ASK,
@@ -295,7 +295,8 @@ ROLE_TABLE = (
         "it is inside the network",
     ),
     Case(
-        "has a fixed input, which no layer writes, and a scaling output; only lookup tables and such layers come before it",
+        "has a fixed input, which no layer writes, and a scaling output; only lookup tables and other layers like it come "
+        "before it",
         lambda t, n: t.writes_scaling and t.name in n.inputs and not n.is_bottleneck(t),
         "embedding",
         "it reads the data",
@@ -310,7 +311,7 @@ ROLE_TABLE = (
         "has a fixed input and a scaling output: it " + MAY_BE_INPUT,
     ),
     Case(
-        "has a fixed input, which a lookup table or no layer writes, and a scaling output",
+        "has a scaling output, and a fixed input that comes from a lookup table or that no layer writes",
         lambda t, n: t.writes_scaling and n.may_read_data(t),
         ASK,
         "has a fixed input and a scaling output: it " + MAY_BE_INPUT,

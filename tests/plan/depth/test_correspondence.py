@@ -184,7 +184,7 @@ def test_depth_that_is_not_clear_is_refused_with_the_remedy(settings, message):
 
 def test_kinds_of_layers_in_another_order_are_refused():
     model, base = residual(64, 8, (Gate, Block)), residual(16, 2, (Block, Gate))
-    with pytest.raises(ValueError, match="has a Gate where base has a Block: build base with its kinds of layers in the same"):
+    with pytest.raises(ValueError, match="has a Gate where base has a Block: build base with the same kinds of layers in the"):
         smupar.make_plan(model, base=base, branches=BRANCHES)
     assert smupar.make_plan(model, base=residual(16, 2, (Gate, Block)), branches=BRANCHES).branches
 
