@@ -113,43 +113,6 @@ class BatchedLoss:
             hook.remove()
             self.dtype = dtype
 
-    def output_gradients(
-        self,
-        params: Tensors,
-        buffers: Tensors,
-        batch: tuple[Tensor, ...],
-        names: Iterable[str],
-        take: Callable[[Tensor], Tensor],
-    ) -> Tensors:
-        """``take`` applied to the gradient of the output of each weight's layer, by name of the weight."""
-        added: Tensors = {}  # zeros, added to the outputs, so that the zeros' gradients equal the outputs' gradients
-        seen: Tensors = {}
-
-        def hook(name: str) -> Callable[[nn.Module, Any, Tensor], Tensor]:
-            def add(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-                seen[name] = torch.zeros_like(output)
-                return output + added[name] if name in added else output
-
-            return add
-
-        def zeros(params: Tensors, buffers: Tensors, batch: tuple[Tensor, ...]) -> Tensors:
-            self._loss_of_one_model(params, buffers, batch)
-            return dict(seen)
-
-        def loss(trees: tuple[Tensors, Tensors], buffers: Tensors, batch: tuple[Tensor, ...]) -> Tensor:
-            added.update(trees[1])
-            return self._loss_of_one_model(trees[0], buffers, batch)
-
-        layers = {name: self.template.model.get_submodule(parent_path(name)) for name in names}
-        hooks = [layer.register_forward_hook(hook(name)) for name, layer in layers.items()]
-        try:
-            outputs = self._apply(zeros, params, buffers, batch)
-            grads, _ = gradients_of_sum(lambda leaves: self._apply(loss, (params, leaves), buffers, batch), outputs)
-        finally:
-            for handle in hooks:
-                handle.remove()
-        return {name: torch.stack([take(of_model) for of_model in grad]) for name, grad in grads.items()}
-
     def _loss_of_one_model(self, params: Tensors, buffers: Tensors, batch: tuple[Tensor, ...]) -> Tensor:
         tensors = {f"model.{name}": value for name, value in {**params, **buffers}.items()}
         tensors |= {f"model.{alias}": params[name] for alias, name in self.aliases.items()}

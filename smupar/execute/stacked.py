@@ -152,11 +152,6 @@ class Stack:
         return self._loss.outputs(params, self.tensors.buffers, tuple(batch), _CHUNK)
 
     @torch.no_grad()
-    def output_gradients(self, batch: Sequence[Tensor], take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """``take`` applied to the gradients of the outputs of each hidden weight's layer, by name of the weight."""
-        return self._loss.output_gradients(self.tensors.params, self.tensors.buffers, tuple(batch), self.hidden, take)
-
-    @torch.no_grad()
     def write_back(self) -> None:
         """Copies trained weights, and masks that have moved, back into the models."""
         for index, model in enumerate(self.models):

@@ -49,9 +49,6 @@ class StackedWeight:
     def multiply(self, x: Tensor, *, in_dim: int = 1) -> Tensor:
         return x @ (self.values.mT if in_dim == 1 else self.values)
 
-    def input_gradient(self, x: Tensor, output_grad: Tensor, *, in_dim: int = 1) -> Tensor:
-        return output_grad @ (self.values if in_dim == 1 else self.values.mT)
-
     def num_kept(self) -> Tensor:
         entries = torch.full((len(self.values),), math.prod(self.shape), device=self.values.device)
         return entries if self.mask is None else self.mask.flatten(1).sum(1)

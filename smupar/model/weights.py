@@ -7,8 +7,8 @@
 Optimizer groups, learning rates and traces use only the parameter's name. Code that needs the matrix, the
 mask, the optimizer state or the dense gradient calls ``weight_of(model, name)`` or ``hidden_weights(model, plan)``. Code that
 moves masks or measures updates works on tensors with one row per model, so that it serves one model and a stack of many. For
-this, all three classes have ``shape``, ``rows``, ``set_mask``, ``dense_grad``, ``multiply``, ``input_gradient``, ``num_kept``,
-``scale``, ``snapshot`` and ``restore``.
+this, all three classes have ``shape``, ``rows``, ``set_mask``, ``dense_grad``, ``multiply``, ``num_kept``, ``scale``,
+``snapshot`` and ``restore``.
 """
 
 from __future__ import annotations

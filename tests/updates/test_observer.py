@@ -10,12 +10,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from smupar.execute.stacked import Hyperparameters, Stack
 from smupar.output.json_files import DamagedFileError
 from smupar.updates.observation import ALIGNMENT, DECAY, DY, ENTROPY, GRAD_X, MOVED, TOP, WEIGHTS, Observation, Y
-from smupar.updates.observer import StackedObserver
 from tests.loops import adamw, assert_same_tensors, loss_of, make_step, weights_of
-from tests.models import MLP, on_meta
+from tests.models import on_meta
 from tests.updates.measured import Attending, assert_untouched, batch, make, ready, rms, train
 
 NAME = "blocks.0.weight"
@@ -171,35 +169,6 @@ def test_observation_goes_on_after_a_stop(stop):
     for quantity, rows in seen.sizes.items():  # the vector of the power iterations starts again
         assert handed_out.sizes[quantity][NAME] == pytest.approx(rows[NAME], rel=0.05 if quantity == TOP else 1e-6), quantity
     assert again.observation is handed_out
-
-
-def test_stack_observes_each_of_its_models_as_alone():
-    torch.manual_seed(0)
-    pairs = [(MLP(32, 2), density) for density in (1.0, 0.5)]
-    plans = [smupar.parameterize(model, base=on_meta(MLP, 16, 2), density=density) for model, density in pairs]
-    models = [model for model, _ in pairs]
-
-    def loss(model, parts):
-        return F.cross_entropy(model(parts[0]), parts[1])
-
-    batches = [(torch.randn(128, 8), torch.randint(4, (128,))) for _ in range(6)]
-    stack = Stack(models, plans, loss, [Hyperparameters(0.01, weight_decay=0.1)] * 2)
-    observer = StackedObserver(stack, plans)
-    for step, parts in enumerate(batches):
-        observer.before(step, parts)
-        stack.step(parts)
-        observer.after(step, [1.0, 1.0])
-    for model, plan, seen in zip(models, plans, observer.observations, strict=True):
-        optimizer = adamw(model, plan)
-        with smupar.observe(model, plan, optimizer) as alone:
-            for parts in batches:
-                optimizer.zero_grad()
-                loss(model, parts).backward()
-                optimizer.step()
-        assert seen.at == alone.at == [1, 2, 3, 4, 6]
-        for quantity, rows in alone.sizes.items():
-            for name, values in rows.items():
-                assert seen.sizes[quantity][name] == pytest.approx(values, rel=2e-3), (quantity, name)
 
 
 def test_attention_entropy_is_that_of_the_weights():
