@@ -56,8 +56,8 @@ def _written(name: str, exponent: int) -> str:
 ONE = Power()
 
 
-def over(*, m_in: int = 0, m_rho: int = 0) -> Power:
-    return Power(m_in=-m_in, m_rho=-m_rho)
+def over(*, m_in: int) -> Power:
+    return Power(m_in=-m_in)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,9 @@ from typing import TextIO
 
 from smupar.cli.flags import Flag, flags_of, summary_of
 from smupar.cli.parser import Command
+from smupar.cli.resolve import SET_BY_TRANSFER
 from smupar.output.terminal import columns, painted, wrapped
+from smupar.study.config import TUNED
 
 _MOST_COLUMNS, _LEAST_FOR_TWO, _LEFT = 100, 60, 24
 _FEW = 14  # a command with at most this many flags shows all of them
@@ -26,10 +28,7 @@ _MAIN = {
     "reproduce": "scale data weight_decay clip engine device out publish list settings dry_run",
 }
 # Flags that transfer and tune set themselves. If typed, they are refused, with the flag to use instead.
-HIDDEN = {
-    "transfer": ("width", "sparsity", "rule", "correction", "follow", "record", "law"),
-    "tune": ("lr", "init_std", "alpha_input", "alpha_output"),
-}
+HIDDEN = {"transfer": tuple(SET_BY_TRANSFER), "tune": TUNED}
 # The commands as `smupar --help` shows them.
 _PARTS = {
     "Plan and check": ("rules", "plan", "check"),
@@ -56,9 +55,9 @@ def visible(name: str, flags: Iterable[Flag], more: Iterable[str] = ()) -> list[
     return [flag for flag in flags if flag.name not in (*HIDDEN.get(name, ()), *more)]
 
 
-def show_commands(commands: Mapping[str, Command], out: TextIO | None = None) -> None:
+def show_commands(commands: Mapping[str, Command]) -> None:
     """Prints the help of ``smupar --help``."""
-    page = _Page(out or sys.stdout)
+    page = _Page(sys.stdout)
     page.usage("smupar COMMAND [flags]")
     page.paragraphs(_ABOUT)
     page.title("Start here")
@@ -84,10 +83,9 @@ def show(
     steps: Mapping[str, Command] | None = None,
     answers: bool = True,
     hides: Iterable[str] = (),
-    out: TextIO | None = None,
 ) -> None:
     """Prints the help of ``smupar NAME --help``. ``steps`` are subcommands; ``answers`` says whether it takes --json."""
-    page, flags = _Page(out or sys.stdout), visible(name, flags_of(command, shown), hides)
+    page, flags = _Page(sys.stdout), visible(name, flags_of(command, shown), hides)
     positional, options = [f for f in flags if f.is_positional], [f for f in flags if not f.is_positional]
     words = [flag.usage for flag in positional]
     page.usage(" ".join(["smupar", name, *words, *(["[flags]"] if options or answers else [])]))

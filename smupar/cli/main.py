@@ -12,7 +12,7 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -198,7 +198,7 @@ def split(argv: Sequence[str]) -> tuple[str, list[str]]:
     raise ValueError(f"no command is called {argv[0]!r}{did_you_mean(argv[0], known)} smupar --help lists the commands")
 
 
-def parse(argv: Sequence[str], shown: Mapping[type, Any] | None = None) -> Call:
+def parse(argv: Sequence[str]) -> Call:
     """Parses argv into a call. Raises ValueError with one line if argv has a mistake."""
     name, rest = split(argv)
-    return parse_flags(name, COMMANDS[name], rest, shown=shown, hidden=hidden_words(name))
+    return parse_flags(name, COMMANDS[name], rest, hidden=hidden_words(name))

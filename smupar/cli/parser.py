@@ -35,11 +35,9 @@ class _Parser(argparse.ArgumentParser):
         raise ValueError(f"{message}: see {self.prog} --help")
 
 
-def parse_flags(
-    name: str, command: Command, argv: Sequence[str], *, shown: Mapping[type, Any] | None = None, hidden: Iterable[str] = ()
-) -> Call:
+def parse_flags(name: str, command: Command, argv: Sequence[str], *, hidden: Iterable[str] = ()) -> Call:
     """Parses argv, which lacks the name of the command, into a call. ``hidden`` flags are parsed but never suggested."""
-    flags = flags_of(command, shown)
+    flags = flags_of(command)
     words = [_dashed(word) for word in argv]
     _refuse_unknown(name, words, flags, hidden)
     parser = _Parser(prog=f"smupar {name}", add_help=False, allow_abbrev=False, argument_default=argparse.SUPPRESS)

@@ -20,7 +20,7 @@ from smupar.study.config import SHORT, TUNED, TransferConfig, TuneConfig
 Kind = TypeVar("Kind", RunConfig, TransferConfig, TuneConfig)
 
 # Fields that `transfer` sets itself, with the flags to use instead.
-_SET_BY_TRANSFER = {
+SET_BY_TRANSFER = {
     "width": "name the targets' widths with --widths, the proxy's with --base-width",
     "sparsity": "name the targets' sparsities with --sparsities",
     "rule": "name the rules to compare with --rules",
@@ -109,7 +109,7 @@ def _origin(kind: type[Kind], request: Request) -> tuple[Kind, dict[str, Any]]:
 
 def _refuse_what_transfer_sets(typed: Mapping[str, Any]) -> None:
     swept = {typed.get("axis", "lr"): "it is the swept field, give its values with --values"}
-    for name, remedy in (_SET_BY_TRANSFER | swept).items():
+    for name, remedy in (SET_BY_TRANSFER | swept).items():
         refuse(name in typed, f"transfer does not take {_flag(name)}: {remedy}")
 
 

@@ -174,10 +174,10 @@ def valid_loss(row: Result) -> float:
     return math.inf if loss is None else loss
 
 
-def spread_of_seeds(rows: Rows, loss: Callable[[Result], float] = lambda row: row.loss) -> float:
-    """The standard deviation of the loss over seeds, as a share of the loss, pooled over all configurations with several
-    seeds. If every configuration has one seed, it is ``USUAL_SPREAD``. The loss is the training loss by default."""
-    return pooled_spread([loss(row) for row in group] for group in by_seeds(rows)) or USUAL_SPREAD
+def spread_of_seeds(rows: Rows) -> float:
+    """The standard deviation of the training loss over seeds, as a share of the loss, pooled over all configurations with
+    several seeds. If every configuration has one seed, it is ``USUAL_SPREAD``."""
+    return pooled_spread([row.loss for row in group] for group in by_seeds(rows)) or USUAL_SPREAD
 
 
 def pooled_spread(groups: Iterable[Sequence[float]]) -> float | None:

@@ -10,18 +10,18 @@ from smupar.plan.plan import Plan, PlanRow
 from smupar.rules import get_rule
 
 
-def summary_of(plan: Plan, family: str = "adam") -> str:
-    """The rule, and the numbers of each role. Numbers that differ within a role are shown as a range. ``family`` is the
-    optimizer family whose learning-rate factors are shown."""
+def summary_of(plan: Plan) -> str:
+    """The rule, and the numbers of each role. Numbers that differ within a role are shown as a range.
+    Factors of learning rates are those of the Adam family."""
     rows_of_role: dict[str, list[PlanRow]] = {}
     for row in plan:
         rows_of_role.setdefault(row.role, []).append(row)
     branches = sorted({factor for _, factor in plan.branches})
-    lines = [["kind", "tensors", "weights", "kept", "init std", f"LR {family.title()}", "forward"]]
+    lines = [["kind", "tensors", "weights", "kept", "init std", "LR Adam", "forward"]]
     for role, rows in rows_of_role.items():
         total = sum(math.prod(row.shape) for row in rows)
         kept = sum(math.prod(row.shape) * row.density for row in rows)
-        factors = (row.lr_factors.get(family, row.lr_factors["adam"]) for row in rows)
+        factors = (row.lr_factors["adam"] for row in rows)
         forward = [factor for row in rows for _, factor in row.forward]
         cells = [role, str(len(rows)), f"{total:,}", f"{float(kept / total):.4g}", _inits(rows)]
         lines.append([*cells, _range(factors), _range(forward, pair=" and ")])

@@ -177,8 +177,8 @@ class Signs:
         return any(worker["state"] != "stopped" for worker in self.workers)
 
 
-def read_signs(folder: Path, *, now: float | None = None) -> Signs:
-    now = time.time() if now is None else now
+def read_signs(folder: Path) -> Signs:
+    now = time.time()
     workers: list[Worker] = []
     losses: dict[str, list[list[float | None]]] = {}
     states: dict[str, str] = {}

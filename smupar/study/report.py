@@ -57,12 +57,6 @@ class Reported:
             "files": self.files,
         }
 
-    def __str__(self) -> str:
-        so_far = self.findings.headline if self.unfinished else ""
-        left_out_, mixed = self.doubts
-        sentences = " ".join(filter(None, (self.unfinished, left_out_, so_far, self.findings.sentence, mixed)))
-        return f"{sentences}\n{self.where}"
-
 
 def write_report(study: Study, definition: StudyDefinition | None = None) -> Reported:
     """Writes report.html, picture.png, table.csv and table.json into the study's folder. Pass the ``definition`` if the whole

@@ -60,15 +60,6 @@ class Observation:
                 rows.setdefault(name, missing).append(new.get(name, math.nan))
 
     @property
-    def diverged_at(self) -> int | None:
-        """The step of the first look at which no measured output was finite."""
-        for index, step in enumerate(self.at):
-            looks = [values[index] for values in self.sizes.get(Y, {}).values()]
-            if looks and not any(map(math.isfinite, looks)):
-                return step
-        return None
-
-    @property
     def unseen(self) -> dict[str, list[str]]:
         """Quantity -> layers for which it was never measured."""
         never = {

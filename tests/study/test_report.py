@@ -26,7 +26,7 @@ def test_study_that_mixes_decay_conventions_says_so_on_its_page(decays, said, tm
         for kind, amount in decays:
             config = replace(TINY, decay=kind, weight_decay=amount)
             study.add(config, summary(config, 4.0))
-        found = str(write_report(study))
+        found = " ".join(write_report(study).notes)
     page = (tmp_path / "study" / "report.html").read_text()
     assert ("mixes decay conventions" in found) is ("mixes decay conventions" in page) is (said is not None)
     assert said is None or said in page

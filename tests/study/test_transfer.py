@@ -184,8 +184,8 @@ def test_transfer_study_runs_from_end_to_end(tmp_path):
     config = TransferConfig(run=TINY, rules=("sp", "smupar"), widths=(64,), sparsities=(0.75,), values=(0.002, 0.008, 0.03))
     with Study.open(tmp_path / "study", {"kind": "transfer", **asdict(config)}, "smupar transfer") as study:
         execute(study, proposals(config), engine="stacked", device="cpu")
-        found = str(write_report(study))
-    assert found.splitlines()[0] == sentence(config, analyse(config, study.results()))
+        found = write_report(study).findings.sentence
+    assert found == sentence(config, analyse(config, study.results()))
     assert "SmuPar" in found
 
 

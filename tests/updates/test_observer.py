@@ -231,14 +231,14 @@ def test_layer_outside_the_autograd_graph_has_no_gradient_and_is_named():
     assert "grad X was not seen in blocks.0.weight" in str(seen)
 
 
-def test_diverged_run_is_said():
+def test_sizes_of_a_diverged_run_are_not_finite():
     model, plan, optimizer = ready()
     with smupar.observe(model, plan, optimizer) as seen:
         train(model, optimizer, range(2))
         nn.init.constant_(model.blocks[0].weight, math.nan)
         nn.init.constant_(model.blocks[1].weight, math.nan)
         train(model, optimizer, range(2, 4))
-    assert seen.diverged_at == 3
+    assert [math.isfinite(size) for size in seen.sizes[Y][NAME]] == [True, True, False, False]
 
 
 def test_file_is_read_again_and_damage_is_noticed(tmp_path):

@@ -89,7 +89,7 @@ def test_moved_study_is_reported_and_goes_on(study, tmp_path):
     folder, found = study
     moved = tmp_path / "elsewhere"
     shutil.copytree(folder, moved)
-    assert found in str(write_report(Study(moved)))
+    assert found in write_report(Study(moved)).findings.sentence
     before = stamps(moved)
     assert run_transfer(moved) == found
     assert stamps(moved) == before
@@ -101,7 +101,7 @@ def test_reading_a_study_writes_no_trace(study, tmp_path):
     shutil.copytree(folder, moved)
     for trace in moved.glob("*.trace.json"):
         trace.unlink()
-    assert found in str(write_report(Study(moved)))
+    assert found in write_report(Study(moved)).findings.sentence
     assert not list(moved.glob("*.trace.json"))
 
 

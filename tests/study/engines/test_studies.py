@@ -204,7 +204,8 @@ def test_folder_with_other_files_is_refused(tmp_path):
 
 
 def test_sweep_page_says_the_best_and_holds_every_run(serial):
-    found = str(write_report(serial))
+    reported = write_report(serial)
+    found = reported.findings.sentence
     page = read_page(serial.folder / "report.html")
     assert "Of 16 runs, 0 diverged" in found
     by_seeds = {}
@@ -215,7 +216,8 @@ def test_sweep_page_says_the_best_and_holds_every_run(serial):
     best, runs = same[0].config, ", ".join(one.config.id for one in same)
     values = f"rule {best.rule}, sparsity {best.sparsity:g}, lr {best.lr:.5g}"
     assert f"of {min(means.values()):.4f}, the mean of 2 seeds (" in found
-    assert f"): {values}, runs {runs}.\n{serial.folder}/report.html, picture.png, table.csv" in found
+    assert f"): {values}, runs {runs}." in found
+    assert reported.where == f"{serial.folder}/report.html, picture.png, table.csv"
     points = [point for chart in page["charts"] for line in chart["lines"] for point in line["points"]]
     assert sorted(point["y"] for point in points) == pytest.approx(sorted(means.values()), rel=1e-5)
     ids = sorted(result.config.id for result in serial.results())
@@ -429,7 +431,7 @@ def test_tune_page_has_a_panel_for_each_hyperparameter(tmp_path):
 
     search = define_search(TuneConfig(run=replace(TINY, sparsity=0.0, steps=5), num_samples=3))
     with run_study(tmp_path / "study", search, "smupar tune", EngineConfig()) as (study, _):
-        assert "Of 3 runs" in str(write_report(study))
+        assert "Of 3 runs" in write_report(study).findings.sentence
     charts = read_page(tmp_path / "study" / "report.html")["charts"]
     assert [chart["x_label"] for chart in charts] == ["lr", "init_std", "alpha_input", "alpha_output"]
     assert [len(line["points"]) for chart in charts for line in chart["lines"]] == [3] * 4
