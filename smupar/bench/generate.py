@@ -91,7 +91,7 @@ def bench_generate(
             continue
         rows += _case(config, density, batch, tokens, repeats, machine, where)
         if out is not None:
-            write_rows(Path(out) / _FILE, _facts(where), rows)
+            write_rows(Path(out) / _FILE, _about_machine(where), rows)
     return _table(rows, machine, where, repeats, tokens)
 
 
@@ -284,7 +284,7 @@ def _memory(machine: Machine, device: torch.device) -> Machine:
     return replace(machine, copy_bytes=max(machine.copy_bytes, big.nbytes / best_of(big.sum, 12)))
 
 
-def _facts(device: torch.device) -> dict[str, Any]:
+def _about_machine(device: torch.device) -> dict[str, Any]:
     versions: dict[str, str] = {"torch": str(torch.__version__)}
     with suppress(ImportError):  # the other sides need no transformers
         import transformers
@@ -294,9 +294,9 @@ def _facts(device: torch.device) -> dict[str, Any]:
 
 
 def _table(rows: list[Speed], machine: Machine, device: torch.device, repeats: int, tokens: int) -> str:
-    facts = ", ".join(f"{name} {value}" for name, value in _facts(device).items())
+    about = ", ".join(f"{name} {value}" for name, value in _about_machine(device).items())
     head = (
-        f"{facts}; memory {machine.copy_bytes / 1e9:.1f} GB/s, products {machine.product_flops / 1e9:.0f} GFLOP/s; {tokens} "
+        f"{about}; memory {machine.copy_bytes / 1e9:.1f} GB/s, products {machine.product_flops / 1e9:.0f} GFLOP/s; {tokens} "
         f"tokens after a prompt of {_PROMPT}, {repeats} rounds in turns; speed: against {_BASELINE}; CPU ms: all threads "
         "together, for a token of every text, in the fastest round"
     )

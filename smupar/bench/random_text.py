@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from smupar.lm.config.run import RunConfig
-from smupar.lm.data.batches import Corpus, CorpusFacts
+from smupar.lm.data.batches import Corpus, CorpusInfo
 from smupar.lm.data.shards import Tokens
 
 
@@ -13,4 +13,4 @@ def random_text(config: RunConfig) -> Corpus:
     """Random tokens for a few steps of the run."""
     drawn = np.random.default_rng(0).integers(config.model.vocab_size, size=4 * config.batch_size * config.seq_len)
     part = Tokens([drawn.astype(np.uint32)])
-    return Corpus(part, part, CorpusFacts("random", len(part), "", 0, {}), None)
+    return Corpus(part, part, CorpusInfo("random", len(part), "", 0, {}), None)

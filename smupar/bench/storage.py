@@ -100,8 +100,8 @@ def bench_storage(
         except Exception as error:  # compilers and kernel libraries may raise anything; the next row may work
             missed.append(f"not measured: {case.storage} at {case.width}, {_share(case.density)}: {first_line(error)}")
         if out is not None:
-            facts = {"hardware": hardware(where), "torch": str(torch.__version__), **asdict(machine)}
-            write_rows(Path(out) / _FILE, facts, rows)
+            about = {"hardware": hardware(where), "torch": str(torch.__version__), **asdict(machine)}
+            write_rows(Path(out) / _FILE, about, rows)
         _free(where)
     return "\n".join([_head(where, machine, repeats), aligned([*_lines([row for row in rows if row.case in cases])]), *missed])
 

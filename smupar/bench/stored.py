@@ -23,7 +23,7 @@ def read_rows(kind: type[Row], file: Path) -> list[Row]:
     return [as_record(kind, row, source=f"{file}, row {number},", remedy=_REMEDY) for number, row in enumerate(rows)]
 
 
-def write_rows(file: Path, facts: Mapping[str, Any], rows: Sequence[Any]) -> None:
-    """Writes the rows, and facts about the machine that measured them."""
+def write_rows(file: Path, about: Mapping[str, Any], rows: Sequence[Any]) -> None:
+    """Writes the rows, and what is known about the machine that measured them."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_sealed(file, {**facts, "rows": [asdict(row) for row in rows]})
+    write_sealed(file, {**about, "rows": [asdict(row) for row in rows]})

@@ -55,9 +55,9 @@ def measure(place: Place, rows: Rows) -> Ratios:
     return ratios
 
 
-def from_facts(facts: dict[str, Any]) -> Ratios:
+def from_published(published: dict[str, Any]) -> Ratios:
     """The ratios of a published table."""
-    head, *lines = (re.split(r" {2,}", line) for line in facts["table"].splitlines())
+    head, *lines = (re.split(r" {2,}", line) for line in published["table"].splitlines())
     return {name: dict(zip(map(int, head[1:]), map(float, values), strict=True)) for name, *values in lines}
 
 
@@ -142,7 +142,7 @@ FIGURE = Figure(
     shows="The paper looks at the first ten steps, in Figure 5.",
     runs=runs,
     measure=measure,
-    from_facts=from_facts,
+    from_published=from_published,
     draw=draw,
     claim=claim,
 )

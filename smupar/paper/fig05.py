@@ -53,10 +53,10 @@ def measure(place: Place, rows: Rows) -> SlopesOverDensity:
     )
 
 
-def from_facts(facts: dict[str, Any]) -> SlopesOverDensity:
-    """Reads the published slopes, which lack some facts about a place."""
-    slopes = [Slope(axis="density", kind="block" if row["role"] == "block" else "layer", **row) for row in facts["slopes"]]
-    return SlopesOverDensity(slopes, facts["verdicts"])
+def from_published(published: dict[str, Any]) -> SlopesOverDensity:
+    """Reads the published slopes, which leave out some of a place's fields."""
+    slopes = [Slope(axis="density", kind="block" if row["role"] == "block" else "layer", **row) for row in published["slopes"]]
+    return SlopesOverDensity(slopes, published["verdicts"])
 
 
 def what(scale: Scale) -> str:
@@ -117,7 +117,7 @@ FIGURE = Figure(
     shows="Activations of SP and muP vanish as weights are removed; SmuPar's keep their size. The text names gradients too.",
     finding=1,
     measure=measure,
-    from_facts=from_facts,
+    from_published=from_published,
     what=what,
     claim=claim,
 )

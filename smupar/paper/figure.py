@@ -13,7 +13,7 @@ measure         computes the input of ``draw`` and ``claim``, with or without ru
 draw, text      draws the picture; makes a table that needs no run
 claim           says whether the paper's statement holds, or that the runs cannot tell, with numbers
 
-``from_facts`` reads measurements from a published file, so that claim and picture can be made again without the runs.
+``from_published`` reads measurements from a published file, so that claim and picture can be made again without the runs.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class Figure:
     last: Callable[[Scale], list[RunConfig]] | None = None
     keeps_weights: bool = False
     measure: Callable[[Place, Rows], Any] | None = None
-    from_facts: Callable[[dict[str, Any]], Any] | None = None  # the result of ``measure``, from published facts
+    from_published: Callable[[dict[str, Any]], Any] | None = None  # the result of ``measure``, from a published file
     what: Callable[[Scale], str] | None = None  # a sentence about the measurement, if no runs are trained
     draw: Callable[[Any], list[Panel]] | None = None
     columns: int | None = None  # number of panels in a row of the picture; by default all

@@ -1,7 +1,7 @@
 """Writes pages of results: what was run, what the paper shows, what came out, and where they differ.
 
-NAME.json holds the facts, with every run's complete configuration, so that a number can be traced to the hash of its run and
-the commit that made it. The page NAME.md is generated from these facts, except for its last section, which is written by hand.
+NAME.json holds the numbers, with every run's complete configuration, so that a number can be traced to the hash of its run and
+the commit that made it. The page NAME.md is generated from it, except for its last section, which is written by hand.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def publish(done: Reproduced, scale: Scale, into: str | Path) -> Path:
     """Writes NAME.md, NAME.json and the picture, and the list of all pages."""
     folder = Path(into)
     folder.mkdir(parents=True, exist_ok=True)
-    facts = _facts(done, scale)
-    write_atomic(folder / f"{done.name}.json", _compact(facts))
+    published = _to_publish(done, scale)
+    write_atomic(folder / f"{done.name}.json", _compact(published))
     for picture in sorted(done.folder.glob("*.png")):
         write_atomic(folder / _picture_name(done.name, picture), picture.read_bytes())
     page = _write_page(folder / f"{done.name}.json")
@@ -50,21 +50,21 @@ def rewrite(folder: str | Path) -> None:
     """Makes claims, pictures, pages and the list of pages in a folder again from its rows, for example after a claim has
     changed. ``make docs`` calls this. A README that is not the list of pages stays unchanged."""
     for path in sorted(Path(folder).glob("*.json")):
-        fig, facts = figure(path.stem), read_published(path)
-        measured = measured_in(facts)
+        fig, published = figure(path.stem), read_published(path)
+        measured = measured_in(published)
         if fig.draw:
             draw_png(fig.draw(measured), path.with_suffix(".png"), fig.title, columns=fig.columns)
-        write_atomic(path, _compact({**facts, **_claimed(fig.claim(measured))}))
+        write_atomic(path, _compact({**published, **_claimed(fig.claim(measured))}))
         _write_page(path)
     readme = Path(folder) / "README.md"
     if readme.exists() and readme.read_text(encoding="utf-8").startswith(_INDEX_HEADING):
         write_atomic(readme, index(Path(folder)))
 
 
-def measured_in(facts: dict[str, Any]) -> Any:
-    """The input of the figure's ``draw`` and ``claim``, from published facts."""
-    from_facts = figure(facts["figure"]).from_facts
-    return from_facts(facts) if from_facts else results(facts)
+def measured_in(published: dict[str, Any]) -> Any:
+    """The input of the figure's ``draw`` and ``claim``, from the content of a published file."""
+    from_published = figure(published["figure"]).from_published
+    return from_published(published) if from_published else results(published)
 
 
 def refuse_other_scale(into: str | Path, names: Iterable[str], scale: Scale) -> None:
@@ -77,9 +77,9 @@ def refuse_other_scale(into: str | Path, names: Iterable[str], scale: Scale) -> 
 
 def index(folder: Path) -> str:
     """The page that lists all pages of a folder, in the paper's order."""
-    pages = {name: folder / f"{name}.json" for name in FIGURES}
-    published = {name: read_published(path) for name, path in pages.items() if path.exists()}
-    scales = " and ".join(f"`{scale}`" for scale in sorted({facts["scale"] for facts in published.values()}))
+    paths = {name: folder / f"{name}.json" for name in FIGURES}
+    pages = {name: read_published(path) for name, path in paths.items() if path.exists()}
+    scales = " and ".join(f"`{scale}`" for scale in sorted({page["scale"] for page in pages.values()}))
     lines = [
         _INDEX_HEADING,
         "",
@@ -92,28 +92,28 @@ def index(folder: Path) -> str:
         "|---|---|---|---|---|---|",
     ]
     for name in FIGURES:
-        fig, facts = figure(name), published.get(name)
+        fig, page = figure(name), pages.get(name)
         about = f"{fig.title} | {fig.finding or ''}"
-        if facts is None:
+        if page is None:
             lines.append(f"| {name} | {about} | not run yet | | |")
         else:
-            lines.append(f"| [{name}]({name}.md) | {about} | {_holds(facts)} | {len(facts['rows'])} | {facts['minutes']:.1f} |")
+            lines.append(f"| [{name}]({name}.md) | {about} | {_holds(page)} | {len(page['rows'])} | {page['minutes']:.1f} |")
     lines += ["", "The paper's findings, and what was found of each here:", ""]
     for number, text in FINDINGS.items():
-        claims = [f"[{name}]({name}.md) {_holds(facts)}" for name, facts in published.items() if number == figure(name).finding]
+        claims = [f"[{name}]({name}.md) {_holds(page)}" for name, page in pages.items() if number == figure(name).finding]
         lines.append(f"- Finding {number}: {text}. {', '.join(claims) or 'Not run yet'}.")
     return "\n".join(lines) + "\n"
 
 
-def _holds(facts: dict[str, Any]) -> str:
+def _holds(published: dict[str, Any]) -> str:
     """The verdict, with the number of parts that hold if the parts differ."""
-    answers = [part["holds"] for part in facts["claims"]]
+    answers = [part["holds"] for part in published["claims"]]
     num_yes = answers.count(True)
     parts = f" ({num_yes} of {len(answers)})" if 0 < num_yes < len(answers) else ""
-    return _ANSWERS[facts["holds"]] + parts + _without(facts)
+    return _ANSWERS[published["holds"]] + parts + _without(published)
 
 
-def _facts(done: Reproduced, scale: Scale) -> dict[str, Any]:
+def _to_publish(done: Reproduced, scale: Scale) -> dict[str, Any]:
     configs, made_on = [_fields(row.config) for row in done.rows], _made_on(done)
     origins = [(row.summary.device, row.summary.versions) for row in done.rows] or (
         [(made_on["device"], made_on)] if made_on else []
@@ -185,11 +185,11 @@ def _ending(row: Result) -> dict[str, Any]:
     }
 
 
-def _compact(facts: dict[str, Any]) -> str:
+def _compact(published: dict[str, Any]) -> str:
     """JSON with a seal, and a line for each row."""
-    long = {name: facts[name] for name in ("slopes", "rows") if name in facts}
-    short = {name: value for name, value in facts.items() if name not in long}
-    text = json.dumps({**short, SEAL: seal_of(facts)}, indent=1).removesuffix("\n}")
+    long = {name: published[name] for name in ("slopes", "rows") if name in published}
+    short = {name: value for name, value in published.items() if name not in long}
+    text = json.dumps({**short, SEAL: seal_of(published)}, indent=1).removesuffix("\n}")
     for name, rows in long.items():
         lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
         text += f',\n "{name}": [\n{lines}\n ]'
@@ -201,10 +201,10 @@ def _picture_name(name: str, picture: Path) -> str:
 
 
 def _write_page(path: Path) -> Path:
-    """Writes the page for a file of facts, beside the file."""
-    facts, page = read_published(path), path.with_suffix(".md")
+    """Writes the page for a published file, beside the file."""
+    published, page = read_published(path), path.with_suffix(".md")
     pictures = sorted(picture.name for picture in path.parent.glob(f"{path.stem}*.png"))
-    write_atomic(page, page_of(facts, pictures, _by_hand(page)))
+    write_atomic(page, page_of(published, pictures, _by_hand(page)))
     return page
 
 
@@ -214,31 +214,31 @@ def _by_hand(page: Path) -> str:
     return read_text(page, remedy="restore it from a copy").partition(BY_HAND)[2].strip() or _NOTHING_YET
 
 
-def page_of(facts: dict[str, Any], pictures: Sequence[str], by_hand: str) -> str:
-    name, fig = facts["figure"], figure(facts["figure"])
+def page_of(published: dict[str, Any], pictures: Sequence[str], by_hand: str) -> str:
+    name, fig = published["figure"], figure(published["figure"])
     finding = f" It belongs to Finding {fig.finding}: {FINDINGS[fig.finding]}." if fig.finding else ""
     lines = [
         f"# {_heading(name)}: {fig.title}",
         "",
-        f"**{_VERDICTS[facts['holds']]} at scale {facts['scale']}{_without(facts)}.**",
+        f"**{_VERDICTS[published['holds']]} at scale {published['scale']}{_without(published)}.**",
         "",
         *(line for picture in pictures for line in (f"![{fig.title}]({picture})", "")),
-        *(["```text", table.rstrip(), "```", ""] if (table := fig.text() if fig.text else facts.get("table")) else []),
+        *(["```text", table.rstrip(), "```", ""] if (table := fig.text() if fig.text else published.get("table")) else []),
         "## What the paper shows",
         "",
         f"{fig.shows}{finding}",
         "",
         "## What was run",
         "",
-        *(_what_was_run(facts) if facts["rows"] else [_what_was_measured(fig, facts)]),
+        *(_what_was_run(published) if published["rows"] else [_what_was_measured(fig, published)]),
         "",
         "```sh",
-        _command(fig, facts),
+        _command(fig, published),
         "```",
         "",
         "## What came out",
         "",
-        *(line for part in facts["claims"] for line in _came_out(Claim(part["holds"], part["text"]))),
+        *(line for part in published["claims"] for line in _came_out(Claim(part["holds"], part["text"]))),
         "",
         BY_HAND,
         "",
@@ -252,28 +252,28 @@ def _came_out(part: Claim) -> list[str]:
     return [f"- {_ANSWERS[part.holds]}: {part.statement}", *([f"    - {part.numbers}"] if part.numbers else [])]
 
 
-def _without(facts: dict[str, Any]) -> str:
+def _without(published: dict[str, Any]) -> str:
     """The words ", without ..." if no run has weight decay, or if no run clips gradients."""
     missing = [
         what
         for name, what in (("weight_decay", "weight decay"), ("clip", "clipping"))
-        if facts["common"].get(name, 1) in (0, None)
+        if published["common"].get(name, 1) in (0, None)
     ]
     return f", without {' and '.join(missing)}" if missing else ""
 
 
-def _command(fig: Figure, facts: dict[str, Any]) -> str:
-    common = facts["common"]
-    flags = [f"--scale {facts['scale']}"]
-    if facts["rows"]:
+def _command(fig: Figure, published: dict[str, Any]) -> str:
+    common = published["common"]
+    flags = [f"--scale {published['scale']}"]
+    if published["rows"]:
         flags.append(f"--data {common['data']}")
     if common.get("weight_decay") == 0:
         flags.append("--weight-decay 0")
-    if facts["rows"] and common.get("clip", CLIP) is None:
+    if published["rows"] and common.get("clip", CLIP) is None:
         flags.append("--clip 0")
     if fig.prepare:
         flags.append("--data-dir TASKS")
-    return f"smupar reproduce {facts['figure']} {' '.join(flags)} --publish docs/results"
+    return f"smupar reproduce {published['figure']} {' '.join(flags)} --publish docs/results"
 
 
 def _heading(name: str) -> str:
@@ -281,11 +281,13 @@ def _heading(name: str) -> str:
     return f"{words[name[:3]]} {int(name[3:])}" if name[:3] in words else name.capitalize()
 
 
-def _what_was_measured(fig: Figure, facts: dict[str, Any]) -> str:
-    made_by = _made_by(facts["commits"] or [versions().get("commit", "unknown")])
+def _what_was_measured(fig: Figure, published: dict[str, Any]) -> str:
+    made_by = _made_by(published["commits"] or [versions().get("commit", "unknown")])
     if not fig.what:
         return "No model is trained."
-    return f"{fig.what(Scale(facts['scale']))} {facts['devices'][0]}, {facts['minutes']:.1f} minutes in all. {made_by}"
+    return (
+        f"{fig.what(Scale(published['scale']))} {published['devices'][0]}, {published['minutes']:.1f} minutes in all. {made_by}"
+    )
 
 
 def _made_by(commits: Sequence[str]) -> str:
@@ -299,26 +301,26 @@ def _made_on(done: Reproduced) -> dict[str, Any]:
     return read_object(path, remedy=_RUN_AGAIN) if path.exists() else {}
 
 
-def _what_was_run(facts: dict[str, Any]) -> list[str]:
-    configs = [row.config for row in results(facts)]
+def _what_was_run(published: dict[str, Any]) -> list[str]:
+    configs = [row.config for row in results(published)]
     first = configs[0]
-    diverged = sum(row["status"] == "diverged" for row in facts["rows"])
+    diverged = sum(row["status"] == "diverged" for row in published["rows"])
     ended_early = f", {diverged} of which diverged" if diverged else ""
     seeds = sorted({str(config.seed) for config in configs})
     batches = " and ".join(sorted({f"{config.batch_size} x {config.seq_len}" for config in configs}))
     return [
-        f"{len(configs)} runs{ended_early}{_missing(facts)}: GPTs of {_distinct(configs, 'model.depth')} layers, "
+        f"{len(configs)} runs{ended_early}{_missing(published)}: GPTs of {_distinct(configs, 'model.depth')} layers, "
         f"width {_distinct(configs, 'model.width')} (base {first.base_width}), heads of {first.model.head_dim}, vocabulary "
         f"{first.model.vocab_size}; {_distinct(configs, 'steps')} steps of {batches} tokens of `{first.data}`, {first.dtype}; "
         f"density {_densities(configs)}; seed{'s' * (len(seeds) > 1)} {_listed(seeds)}; {_optimizer(configs)}.",
-        f"{'; '.join(facts['devices'])}. {facts['minutes']:.1f} minutes of training on it, compilation not counted; runs that "
-        f"several figures share are counted in each. {_made_by(facts['commits'])} Every run with its "
-        f"configuration and hash: [{facts['figure']}.json]({facts['figure']}.json).",
+        f"{'; '.join(published['devices'])}. {published['minutes']:.1f} minutes of training on it, compilation not counted; "
+        f"runs that several figures share are counted in each. {_made_by(published['commits'])} Every run with its "
+        f"configuration and hash: [{published['figure']}.json]({published['figure']}.json).",
     ]
 
 
-def _missing(facts: dict[str, Any]) -> str:
-    return f" ({facts['missing']} more are planned)" if facts.get("missing") else ""
+def _missing(published: dict[str, Any]) -> str:
+    return f" ({published['missing']} more are planned)" if published.get("missing") else ""
 
 
 def _optimizer(configs: Sequence[RunConfig]) -> str:

@@ -30,11 +30,11 @@ class _Rows:
 
 
 def read_published(path: Path) -> dict[str, Any]:
-    """The facts in a published file. Files of earlier versions have no seal."""
-    facts = read_object(path, remedy=_PUBLISH_AGAIN)
-    if not isinstance(facts.get("scale"), str):
+    """The content of a published file. Files of earlier versions have no seal."""
+    published = read_object(path, remedy=_PUBLISH_AGAIN)
+    if not isinstance(published.get("scale"), str):
         raise DamagedFileError(f"{path} is damaged (it does not say at which scale it was made): {_PUBLISH_AGAIN}")
-    part = {name: facts[name] for name in ("common", "varies", "rows") if name in facts}
+    part = {name: published[name] for name in ("common", "varies", "rows") if name in published}
     if part.get("rows"):
         table = as_record(_Rows, part, source=str(path), remedy=_PUBLISH_AGAIN)
         needed = {*table.varies, "id", "status", "train_loss", "valid_loss", "gpu_seconds", "commit"}
@@ -42,24 +42,24 @@ def read_published(path: Path) -> dict[str, Any]:
             if missing := needed - row.keys():
                 raise DamagedFileError(f"{path} is damaged (row {number} has no {min(missing)!r}): {_PUBLISH_AGAIN}")
         try:
-            others = [result.summary.id for result in results(facts) if result.config.id != result.summary.id]
+            others = [result.summary.id for result in results(published) if result.config.id != result.summary.id]
         except ValueError as error:
             raise DamagedFileError(f"{path} is damaged ({error}): {_PUBLISH_AGAIN}") from error
         if others:
             raise DamagedFileError(f"{path} is damaged (the fields of run {others[0]} are those of another): {_PUBLISH_AGAIN}")
-    return facts
+    return published
 
 
-def results(facts: dict[str, Any]) -> list[Result]:
+def results(published: dict[str, Any]) -> list[Result]:
     """The results in a published file. Their summaries have only the fields that the file holds."""
-    return [_result(facts, row) for row in facts.get("rows", [])]
+    return [_result(published, row) for row in published.get("rows", [])]
 
 
-def _result(facts: dict[str, Any], row: dict[str, Any]) -> Result:
-    values = {**facts["common"], **{name: row[name] for name in facts["varies"]}}
+def _result(published: dict[str, Any], row: dict[str, Any]) -> Result:
+    values = {**published["common"], **{name: row[name] for name in published["varies"]}}
     values["model"] = {name.removeprefix("model."): values.pop(name) for name in list(values) if name.startswith("model.")}
     config = RunConfig.from_json(json.dumps(values), source=f"run {row['id']}")
-    made_on = facts.get("devices", [])  # "device, torch version", if all rows have the same
+    made_on = published.get("devices", [])  # "device, torch version", if all rows have the same
     device, _, torch = made_on[0].partition(", torch ") if len(made_on) == 1 else ("", "", "")
     summary = Summary(
         id=row["id"],
@@ -95,10 +95,10 @@ def restore(study: Study, folder: str | Path, scale: Scale, configs: Sequence[Ru
     here = _texts(wanted.values())
     found: dict[str, Result] = {}
     for path in sorted(Path(folder).glob("*.json")):
-        facts = read_published(path)
-        read = {name: sha256 for name, sha256 in facts.get("files", {}).items() if name.startswith(_TEXT)}
-        if facts["scale"] == scale.name and read and read.items() <= here.items():
-            found |= {result.config.id: result for result in results(facts) if result.config.id in wanted}
+        published = read_published(path)
+        read = {name: sha256 for name, sha256 in published.get("files", {}).items() if name.startswith(_TEXT)}
+        if published["scale"] == scale.name and read and read.items() <= here.items():
+            found |= {result.config.id: result for result in results(published) if result.config.id in wanted}
     if found:
         for name, sha256 in here.items():
             study.remember(_TEXT.strip(), name.removeprefix(_TEXT), sha256)
@@ -111,4 +111,4 @@ def restore(study: Study, folder: str | Path, scale: Scale, configs: Sequence[Ru
 def _texts(configs: Iterable[RunConfig]) -> dict[str, str]:
     """The sha256 of the texts of these runs, under the names that a study gives them."""
     distinct = {(config.data, config.valid_data): config for config in configs}.values()
-    return {_TEXT + facts.name: facts.sha256 for facts in (open_text(config, check=False).facts for config in distinct)}
+    return {_TEXT + info.name: info.sha256 for info in (open_text(config, check=False).info for config in distinct)}

@@ -174,12 +174,12 @@ def reproduce(
         draw_png(panels, place.folder / "picture.png", fig.title, columns=fig.columns)
     claim = fig.claim(measured)
     about = {"figure": name, "title": fig.title, "scale": asdict(scale), "smupar": __version__}
-    facts: dict[str, Any] = {**about, "runs": len(rows), **asdict(claim)}
+    content: dict[str, Any] = {**about, "runs": len(rows), **asdict(claim)}
     charts = [chart_of(panel) for panel in panels]
     write_page(
         place.folder / PAGE, judged(name, fig, claim, place, _command(name, scale, _out(place)), charts, result_rows(rows))
     )
-    write_atomic(place.folder / CLAIM, json.dumps(facts, indent=1))  # last, since it says that the page is there
+    write_atomic(place.folder / CLAIM, json.dumps(content, indent=1))  # last, since it says that the page is there
     return Reproduced(name, claim, place.folder, rows, files, missing)
 
 
@@ -342,14 +342,14 @@ def _cost_on_gpus(name: str, fig: Figure, scale: Scale, command: str) -> FigureC
         "memory": f"{gib:.1f} GiB for the largest model, with one sequence at a time",
         "command": command,
     }
-    facts = {
+    numbers = {
         "runs": len(configs),
         "counts_all": not fig.then or fig.expected is not None,
         "parameters": (small, big),
         "tokens": tokens,
         "flops": flops,
     }
-    return FigureCost(name, fig.title, lines, {"figure": name, **facts, "seconds": 3600 * hours, "memory_gib": gib})
+    return FigureCost(name, fig.title, lines, {"figure": name, **numbers, "seconds": 3600 * hours, "memory_gib": gib})
 
 
 def _cost_fields(config: RunConfig) -> RunConfig:

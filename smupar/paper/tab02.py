@@ -115,6 +115,6 @@ FIGURE = Figure(
     keeps_weights=True,
     prepare=prepare,
     measure=measure,
-    from_facts=lambda facts: facts["table"],
+    from_published=lambda published: published["table"],
     claim=claim,
 )

@@ -95,8 +95,8 @@ def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfi
 def _refuse_other_files(study: Study, configs: Sequence[RunConfig]) -> None:
     """Raises if earlier runs of the study read another text or trace under the same name. Configurations hold only names."""
     for config in {(config.data, config.valid_data): config for config in configs}.values():
-        facts = open_text(config).facts
-        study.remember("text", facts.name, facts.sha256)
+        info = open_text(config).info
+        study.remember("text", info.name, info.sha256)
     for trace in dict.fromkeys(Path(config.follow) for config in configs if config.follow):
         study.remember("trace", trace.name, hashlib.sha256(trace.read_bytes()).hexdigest())
 

@@ -212,13 +212,13 @@ def test_decay_page_has_what_coupled_decay_and_decay_of_some_parameters_cost():
 
 
 def test_decay_page_has_the_ends_of_drift():
-    facts = json.loads((RESULTS / "drift.json").read_text())
-    ratios = figure("drift").from_facts(facts)
+    published = json.loads((RESULTS / "drift.json").read_text())
+    ratios = figure("drift").from_published(published)
     ends = {name: own[max(own)] for name, own in ratios.items()}
     none, independent = (f"{ends[f'{way}, density 1/32']:.2g}" for way in ("no decay", "independent"))
     page = words("docs/decay.md")
     assert f"At density 1/32 the multiple is {none} at the end without decay, and {independent} with decay 0.1." in page
-    widths = {row.config.model.width for row in publish.results(facts)}
+    widths = {row.config.model.width for row in publish.results(published)}
     assert widths == {512}
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from smupar.lm.data.shards import read_index
 from smupar.lm.run import checkpoint
-from smupar.lm.run.folder import read_config, read_facts, read_summary
+from smupar.lm.run.folder import read_config, read_corpus_info, read_summary
 from smupar.lm.run.metrics import damaged_rows
 from smupar.lm.use.load import read_export
 from smupar.lm.use.score import read_requests, read_scores
@@ -45,7 +45,7 @@ def state_of(path):
 # The name of the file, what reads it, and a file that is good.
 READERS = {
     "config.json": (lambda path: read_config(path.parent), "run/config.json"),
-    "data.json": (lambda path: read_facts(path.parent), "run/data.json"),
+    "data.json": (lambda path: read_corpus_info(path.parent), "run/data.json"),
     "summary.json": (lambda path: read_summary(path.parent), "run/summary.json"),
     "trace.json": (follow, "trace.json"),
     "index.json": (lambda path: read_index(path.parent), "text/index.json"),

@@ -200,8 +200,8 @@ def test_usual_spread_of_seeds_is_that_of_figures_6_and_12():
     """The median over configurations with several seeds of the standard deviation over the mean, rounded to 0.1 %."""
     groups = {}
     for name in ("fig06", "fig12"):
-        facts = json.loads((RESULTS / f"{name}.json").read_text())
-        for row in publish.results(facts):
+        published = json.loads((RESULTS / f"{name}.json").read_text())
+        for row in publish.results(published):
             if row.summary.train_loss is not None:
                 groups.setdefault(replace(row.config, seed=0).id, {})[row.config.seed] = row.summary.train_loss
     shares = [stdev(seeds.values()) / fmean(seeds.values()) for seeds in groups.values() if len(seeds) > 1]
@@ -361,8 +361,8 @@ def test_drift_asks_about_the_end_of_the_run():
         return "\n".join(["step  1  2000", *(f"{way}, density 1/8  1.0  {end}" for way, end in ends.items())])
 
     drift = figure("drift")
-    assert drift.claim(drift.from_facts({"table": table(1.9)})).holds
-    ends_larger = drift.claim(drift.from_facts({"table": table(2.4)}))
+    assert drift.claim(drift.from_published({"table": table(1.9)})).holds
+    ends_larger = drift.claim(drift.from_published({"table": table(2.4)}))
     assert [part.holds for part in ends_larger.parts] == [False, True, True, True]
     assert "step 2000: 2.4x at density 1/8 (at most 2x is allowed)" in ends_larger.parts[0].text
 

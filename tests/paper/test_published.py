@@ -24,7 +24,7 @@ def test_rows_of_a_published_page_stand_for_their_runs(tmp_path, capsys):
     with Study.open(tmp_path / "a" / "cpu" / "study", {"kind": "reproduce", "scale": "cpu", "data": "stdlib"}, "") as study:
         for row in parabolas(fig11.runs(CPU), lambda run: -7)[:-1]:
             study.add(row.config, row.summary)
-        study.remember("text", "stdlib", open_text(row.config).facts.sha256)
+        study.remember("text", "stdlib", open_text(row.config).info.sha256)
     made = reproduce("fig11", CPU, EngineConfig(), out=str(tmp_path / "a"), so_far=True)
     pages = tmp_path / "pages"
     page = publish.publish(made, CPU, pages)
@@ -36,30 +36,30 @@ def test_rows_of_a_published_page_stand_for_their_runs(tmp_path, capsys):
     assert [(row.config, row.loss) for row in again.rows] == [(row.config, row.loss) for row in made.rows]
     assert (again.missing, again.claim) == (1, made.claim)
     publish.publish(again, CPU, tmp_path / "copies")
-    facts = [json.loads((folder / "fig11.json").read_text()) for folder in (pages, tmp_path / "copies")]
-    assert facts[0] == facts[1]
+    published = [json.loads((folder / "fig11.json").read_text()) for folder in (pages, tmp_path / "copies")]
+    assert published[0] == published[1]
 
-    del facts[0]["seal"]
+    del published[0]["seal"]
     for field, value in (("files", {"text stdlib": "of another text"}), ("scale", "small")):
-        (pages / "fig11.json").write_text(json.dumps({**facts[0], field: value}))
+        (pages / "fig11.json").write_text(json.dumps({**published[0], field: value}))
         with pytest.raises(ValueError, match="no run of this figure has ended"):
             reproduce("fig11", CPU, EngineConfig(), out=str(tmp_path / field), published=str(pages), so_far=True)
 
 
 def test_changed_number_of_a_page_is_noticed(tmp_path):
-    facts = json.loads((RESULTS / "fig06.json").read_text())
-    facts["rows"][3]["train_loss"] += 1e-6
-    (tmp_path / "fig06.json").write_text(json.dumps(facts))
+    published = json.loads((RESULTS / "fig06.json").read_text())
+    published["rows"][3]["train_loss"] += 1e-6
+    (tmp_path / "fig06.json").write_text(json.dumps(published))
     with pytest.raises(ValueError, match=r"fig06\.json is damaged \(its content does not match its checksum\): publish"):
         read_published(tmp_path / "fig06.json")
 
 
 def test_row_whose_fields_have_changed_is_named_without_a_seal(tmp_path):
-    facts = json.loads((RESULTS / "fig06.json").read_text())
-    del facts["seal"]
-    row = facts["rows"][3]
+    published = json.loads((RESULTS / "fig06.json").read_text())
+    del published["seal"]
+    row = published["rows"][3]
     row["lr"] = row["lr"] * 2
-    (tmp_path / "fig06.json").write_text(json.dumps(facts))
+    (tmp_path / "fig06.json").write_text(json.dumps(published))
     with pytest.raises(ValueError, match=rf"fig06\.json is damaged \(the fields of run {row['id']} are those of another\)"):
         read_published(tmp_path / "fig06.json")
 
@@ -68,7 +68,7 @@ def test_rows_never_stand_for_runs_that_record_or_follow_a_trace(tmp_path):
     row = parabolas(fig11.runs(CPU), lambda run: -7)[0]
     configs = [replace(row.config, record=True), replace(row.config, follow="proxy.json"), row.config]
     rows = [replace(row, config=config, summary=replace(row.summary, id=config.id)) for config in configs]
-    files = {"text stdlib": open_text(row.config).facts.sha256}
+    files = {"text stdlib": open_text(row.config).info.sha256}
     publish.publish(Reproduced("fig11", Claim(True, "said"), tmp_path, rows, files), CPU, tmp_path / "pages")
     with Study.open(tmp_path / "study", {"kind": "test"}, "") as study:
         assert restore(study, tmp_path / "pages", CPU, configs) == 1
@@ -80,17 +80,17 @@ PUBLISHED = pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.json")), ids
 
 @PUBLISHED
 def test_published_numbers_can_be_followed_to_their_runs(path):
-    facts = json.loads(path.read_text())
-    assert [result.config.id for result in publish.results(facts)] == [row["id"] for row in facts["rows"]]
-    assert all(re.fullmatch("[0-9a-f]{7,40}", row["commit"]) for row in facts["rows"])  # not unknown, not dirty
+    published = json.loads(path.read_text())
+    assert [result.config.id for result in publish.results(published)] == [row["id"] for row in published["rows"]]
+    assert all(re.fullmatch("[0-9a-f]{7,40}", row["commit"]) for row in published["rows"])  # not unknown, not dirty
 
 
 @PUBLISHED
-def test_published_page_is_what_its_facts_say(path):
-    page, facts = path.with_suffix(".md").read_text(), json.loads(path.read_text())
+def test_published_page_is_what_its_rows_say(path):
+    page, published = path.with_suffix(".md").read_text(), json.loads(path.read_text())
     pictures = re.findall(r"!\[[^]]*\]\(([^)]*)\)", page)
     assert all((path.parent / name).exists() for name in pictures)
-    assert page == publish.page_of(facts, pictures, page.partition(publish.BY_HAND)[2].strip())
+    assert page == publish.page_of(published, pictures, page.partition(publish.BY_HAND)[2].strip())
 
 
 @PUBLISHED
@@ -102,9 +102,11 @@ def test_page_of_runs_without_decay_says_so_in_its_first_line(path):
 
 @PUBLISHED
 def test_published_claims_are_those_of_the_published_rows(path):
-    facts = json.loads(path.read_text())
-    claim = figure(path.stem).claim(publish.measured_in(facts))
-    assert [(part.holds, part.text) for part in claim.parts or (claim,)] == [(c["holds"], c["text"]) for c in facts["claims"]]
+    published = json.loads(path.read_text())
+    claim = figure(path.stem).claim(publish.measured_in(published))
+    assert [(part.holds, part.text) for part in claim.parts or (claim,)] == [
+        (c["holds"], c["text"]) for c in published["claims"]
+    ]
 
 
 def test_list_of_results_is_that_of_the_pages():
@@ -114,13 +116,13 @@ def test_list_of_results_is_that_of_the_pages():
 def test_stale_page_and_claim_are_made_again_from_the_rows(tmp_path):
     for name in ("fig11.json", "fig11.md"):
         shutil.copy(RESULTS / name, tmp_path)
-    facts, page = json.loads((tmp_path / "fig11.json").read_text()), tmp_path / "fig11.md"
-    stale = {"holds": not facts["holds"], "claims": [{"holds": None, "text": "an older claim"}]}
-    unsealed = {name: value for name, value in facts.items() if name != "seal"}
+    published, page = json.loads((tmp_path / "fig11.json").read_text()), tmp_path / "fig11.md"
+    stale = {"holds": not published["holds"], "claims": [{"holds": None, "text": "an older claim"}]}
+    unsealed = {name: value for name, value in published.items() if name != "seal"}
     (tmp_path / "fig11.json").write_text(json.dumps(unsealed | stale))
     page.write_text("Stale." + page.read_text().replace("## What came out", "## An older heading"))
     publish.rewrite(tmp_path)
-    assert json.loads((tmp_path / "fig11.json").read_text()) == facts
+    assert json.loads((tmp_path / "fig11.json").read_text()) == published
     assert page.read_text() == (RESULTS / "fig11.md").read_text()  # with the section that is written by hand
     assert (tmp_path / "fig11.png").exists()
     assert not (tmp_path / "README.md").exists()
@@ -143,9 +145,9 @@ def test_page_of_a_check_says_where_it_was_made_and_holds_its_slopes(tmp_path):
     (tmp_path / "check.json").write_text(json.dumps({"slopes": slopes, "verdicts": {"sp": "fail"}}))
     page = publish.publish(Reproduced("fig05", Claim(True, "said"), tmp_path), CPU, tmp_path / "pages")
     assert "NVIDIA H200, torch 2.11, 1.5 minutes in all. Made by commit abc." in page.read_text()
-    facts = json.loads((tmp_path / "pages" / "fig05.json").read_text())
-    assert (facts["minutes"], facts["commits"], facts["devices"]) == (1.5, ["abc"], ["NVIDIA H200, torch 2.11"])
-    assert [(one["step"], one["slope"]) for one in facts["slopes"]] == [(1, 0.4988), (10, 0.4988)]
+    published = json.loads((tmp_path / "pages" / "fig05.json").read_text())
+    assert (published["minutes"], published["commits"], published["devices"]) == (1.5, ["abc"], ["NVIDIA H200, torch 2.11"])
+    assert [(one["step"], one["slope"]) for one in published["slopes"]] == [(1, 0.4988), (10, 0.4988)]
 
 
 def test_publishing_again_keeps_what_was_written_by_hand(tmp_path):
@@ -158,5 +160,5 @@ def test_publishing_again_keeps_what_was_written_by_hand(tmp_path):
     with pytest.raises(ValueError, match="was made at scale cpu: publish scale paper in another folder"):
         publish.refuse_other_scale(tmp_path / "pages", ["fig05", "fig06"], PAPER)
     publish.refuse_other_scale(tmp_path / "pages", ["fig05", "fig06"], CPU)
-    facts = json.loads((tmp_path / "pages" / "fig06.json").read_text())
-    assert [result.config.id for result in publish.results(facts)] == [row.config.id for row in rows]
+    published = json.loads((tmp_path / "pages" / "fig06.json").read_text())
+    assert [result.config.id for result in publish.results(published)] == [row.config.id for row in rows]

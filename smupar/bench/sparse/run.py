@@ -62,7 +62,7 @@ def bench_sparse(
         total.rows.extend(part.rows)
         total.missed.extend(part.missed)
         if folder is not None:  # written after each case, so that an interrupted run keeps its results
-            numbers = {"machine": asdict(machine), **facts(repeats, device), **asdict(total)}
+            numbers = {"machine": asdict(machine), **about_machine(repeats, device), **asdict(total)}
             write_atomic(folder / "sparse.json", json.dumps(numbers, indent=1))
     if folder is not None and total.rows:
         try:
@@ -94,7 +94,7 @@ def _on_cpu(
 # Table and picture
 
 
-def facts(repeats: int, device: str) -> dict[str, Any]:
+def about_machine(repeats: int, device: str) -> dict[str, Any]:
     about: dict[str, Any] = {"torch": torch.__version__, "repeats": repeats, "device": device}
     if device == "cuda":
         return {**about, "name": torch.cuda.get_device_name()}
@@ -107,7 +107,7 @@ def facts(repeats: int, device: str) -> dict[str, Any]:
 
 
 def table(measured: Measured, machine: Machine, repeats: int, device: str) -> str:
-    rows, about, on_gpu = measured.rows, facts(repeats, device), device == "cuda"
+    rows, about, on_gpu = measured.rows, about_machine(repeats, device), device == "cuda"
     floor = (
         f"Floor: the least time that this machine's {machine.copy_bytes / 1e9:.1f} GB/s and "
         f"{machine.product_flops / 1e9:.0f} GFLOP/s, both measured, allow. "

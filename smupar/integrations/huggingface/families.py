@@ -1,4 +1,4 @@
-"""Facts about the known architectures of transformers: which fields of a config change with the width."""
+"""What is known about the architectures of transformers: which fields of a config change with the width."""
 
 from __future__ import annotations
 

@@ -171,7 +171,7 @@ def _other_settings(config: PreTrainedConfig, base: PreTrainedConfig) -> list[st
 
 
 def _with_known_roles(model: PreTrainedModel, base: nn.Module, settings: Settings) -> Settings:
-    """The settings, completed with known facts about the architecture: roles of keys and values, and a delta."""
+    """The settings, completed with what is known about the architecture: roles of keys and values, and a delta."""
     names = [name for name, _ in model.named_parameters()]
     hidden = {glob: "hidden" for glob in _HIDDEN if any(fnmatchcase(name, glob) for name in names)}
     roles = dict(settings.get("roles") or {})  # the first match wins, so the user's roles come first

@@ -30,8 +30,8 @@ _SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-package
 
 
 @dataclass(frozen=True)
-class CorpusFacts:
-    """Facts about the text of a run, the content of data.json."""
+class CorpusInfo:
+    """What is known about the text of a run, the content of data.json."""
 
     name: str
     num_tokens: int
@@ -46,42 +46,42 @@ class Corpus:
 
     train: Tokens
     valid: Tokens
-    facts: CorpusFacts
+    info: CorpusInfo
     tokenizer: str | None  # the JSON of its tokenizer; None if tokens are bytes
 
 
 def open_text(config: RunConfig, *, check: bool = True) -> Corpus:
     """The text of a run, split into training and validation. Raises ValueError if the text does not fit the model. ``check``
     also compares shards with their checksums."""
-    tokens, facts = _open(config.data, check)
+    tokens, info = _open(config.data, check)
     if config.valid_data is None:
         train, valid = split(tokens)
     else:
-        valid, valid_facts = _open(config.valid_data, check)
+        valid, valid_info = _open(config.valid_data, check)
         refuse(
-            valid_facts.tokenizer["sha256"] != facts.tokenizer["sha256"],
-            f"{config.data} and {config.valid_data} have different tokenizers ({facts.tokenizer['name']} and "
-            f"{valid_facts.tokenizer['name']}): prepare both with the same one",
+            valid_info.tokenizer["sha256"] != info.tokenizer["sha256"],
+            f"{config.data} and {config.valid_data} have different tokenizers ({info.tokenizer['name']} and "
+            f"{valid_info.tokenizer['name']}): prepare both with the same one",
         )
         train = tokens
-        facts = CorpusFacts(
-            f"{facts.name}, validated on {valid_facts.name}",
-            facts.num_tokens + valid_facts.num_tokens,
-            _sha256(facts.sha256.encode() + valid_facts.sha256.encode()),
-            max(facts.largest_token, valid_facts.largest_token),
-            facts.tokenizer,
+        info = CorpusInfo(
+            f"{info.name}, validated on {valid_info.name}",
+            info.num_tokens + valid_info.num_tokens,
+            _sha256(info.sha256.encode() + valid_info.sha256.encode()),
+            max(info.largest_token, valid_info.largest_token),
+            info.tokenizer,
         )
     refuse(
-        facts.largest_token >= config.model.vocab_size,
-        f"the text has token {facts.largest_token}, beyond the model's vocabulary of {config.model.vocab_size}: "
-        f"pass --vocab-size {padded_vocab(facts.tokenizer['vocab_size'])}",
+        info.largest_token >= config.model.vocab_size,
+        f"the text has token {info.largest_token}, beyond the model's vocabulary of {config.model.vocab_size}: "
+        f"pass --vocab-size {padded_vocab(info.tokenizer['vocab_size'])}",
     )
     for part, what in ((train, "training"), (valid, "validation")):
         num_sequences(part, config.seq_len, what)  # raises if the text is too short for one sequence
     definition = (
-        None if config.data == STANDARD_LIBRARY else read_definition(Path(config.data), sha256=facts.tokenizer["sha256"])
+        None if config.data == STANDARD_LIBRARY else read_definition(Path(config.data), sha256=info.tokenizer["sha256"])
     )
-    return Corpus(train, valid, facts, definition)
+    return Corpus(train, valid, info, definition)
 
 
 def standard_library() -> Tokens:
@@ -104,18 +104,18 @@ def split(tokens: Tokens) -> tuple[Tokens, Tokens]:
     return tokens.slice(0, cut), tokens.slice(cut, len(tokens))
 
 
-def _open(name: str, check: bool) -> tuple[Tokens, CorpusFacts]:
+def _open(name: str, check: bool) -> tuple[Tokens, CorpusInfo]:
     if name == STANDARD_LIBRARY:
         source = _python_source()
-        info, largest = asdict(Tokenizer("bytes").info), max(source)
-        return Tokens([np.frombuffer(source, dtype=np.uint8)]), CorpusFacts(name, len(source), _sha256(source), largest, info)
+        info = CorpusInfo(name, len(source), _sha256(source), max(source), asdict(Tokenizer("bytes").info))
+        return Tokens([np.frombuffer(source, dtype=np.uint8)]), info
     index = verify(name) if check else read_index(name)
     refuse(
         "sources" in index.source and index.tokenizer.name != "bytes" and not (Path(name) / TOKENIZER_FILE).exists(),
         f"{Path(name) / TOKENIZER_FILE} is missing: restore it from a copy, or prepare the text again",
     )
     sha256 = _sha256("".join([index.tokenizer.sha256, *(shard.sha256 for shard in index.shards)]).encode())
-    return open_tokens(name), CorpusFacts(name, index.num_tokens, sha256, index.largest_token, asdict(index.tokenizer))
+    return open_tokens(name), CorpusInfo(name, index.num_tokens, sha256, index.largest_token, asdict(index.tokenizer))
 
 
 def _sha256(data: bytes) -> str:

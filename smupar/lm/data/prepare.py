@@ -277,7 +277,7 @@ def _say_if_newer(units: Sequence[SourceUnit], written: Path) -> None:
     that, so it is no error."""
     made = written.stat().st_mtime
     files = [(unit.name, Path(unit.name).stat()) for unit in units if unit.size is not None]
-    newer = [name for name, facts in files if max(facts.st_mtime, facts.st_ctime) > made]
+    newer = [name for name, stat in files if max(stat.st_mtime, stat.st_ctime) > made]
     if newer:
         more = f" and {len(newer) - 1} more were" if len(newer) > 1 else " was"
         print(

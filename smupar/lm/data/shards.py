@@ -191,9 +191,9 @@ def wrong_shards(
     """Reads these shards, and says how each damaged one differs from the index. ``show`` is called with the number of bytes
     read."""
     with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
-        facts = pool.map(lambda shard: _hash_and_largest(folder / shard.file, index.dtype, show), shards)
+        found = pool.map(lambda shard: _hash_and_largest(folder / shard.file, index.dtype, show), shards)
         try:
-            for shard, (sha256, largest) in zip(shards, facts, strict=True):
+            for shard, (sha256, largest) in zip(shards, found, strict=True):
                 if sha256 != shard.sha256:
                     yield (
                         f"shard {folder / shard.file} has changed since it was prepared (sha256 {sha256[:12]}..., expected "

@@ -82,8 +82,8 @@ def open_source(path: Path, size: int | None) -> Iterator[tuple[io.BufferedReade
 def _state(path: Path) -> tuple[int, ...]:
     """A value that every write to the file changes, since programs cannot set the time of the last change (ctime). Other
     actions, such as new permissions, change it too."""
-    facts = path.stat()
-    return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns
+    stat = path.stat()
+    return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def _refuse_if_changed(path: Path, read: ReadBytes, size: int, *, looks_the_same: bool) -> None:

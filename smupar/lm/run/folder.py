@@ -35,7 +35,7 @@ import xxhash
 from smupar import __version__
 from smupar.lm.config.fields import differences, flat
 from smupar.lm.config.run import STANDARD_LIBRARY, RunConfig
-from smupar.lm.data.batches import Corpus, CorpusFacts
+from smupar.lm.data.batches import Corpus, CorpusInfo
 from smupar.lm.data.tokenizer import TOKENIZER_FILE
 from smupar.lm.run import checkpoint
 from smupar.lm.run.distributed import ALONE
@@ -138,9 +138,9 @@ class RunFolder:
             self._locks = locks.pop_all()
 
     def begin(self, config: RunConfig, corpus: Corpus) -> None:
-        """Writes the run's configuration and facts into a new folder."""
+        """Writes the run's configuration, and what is known about its text, into a new folder."""
         if not (self.path / "config.json").exists():
-            write_facts(self.path, corpus)
+            write_corpus_info(self.path, corpus)
             if config.follow is not None:
                 Trace.load(config.follow).save(self.path / FOLLOWED_FILE)
             write_atomic(self.path / "config.json", config.to_json())
@@ -156,7 +156,7 @@ class RunFolder:
             changes = differences(flat(asdict(old)), flat(asdict(config)))
             refuse(old.portable != self.config.portable, f"{self.path} holds another run ({changes}): choose another --out")
             refuse(
-                read_facts(self.path).sha256 != corpus.facts.sha256,
+                read_corpus_info(self.path).sha256 != corpus.info.sha256,
                 f"the text {config.data!r} is not the one that {self.path} was started with: restore that one, or choose "
                 "another --out",
             )
@@ -251,10 +251,10 @@ def read_followed(path: Path) -> Trace | None:
     return Trace.load(path / FOLLOWED_FILE) if (path / FOLLOWED_FILE).exists() else None
 
 
-def write_facts(path: Path, corpus: Corpus) -> None:
-    """Writes the facts about a run's text, and its tokenizer."""
+def write_corpus_info(path: Path, corpus: Corpus) -> None:
+    """Writes what is known about a run's text, and its tokenizer."""
     path.mkdir(parents=True, exist_ok=True)
-    write_sealed(path / "data.json", asdict(corpus.facts))
+    write_sealed(path / "data.json", asdict(corpus.info))
     if corpus.tokenizer is not None:
         write_atomic(path / TOKENIZER_FILE, corpus.tokenizer)
 
@@ -283,8 +283,8 @@ def read_config(path: Path) -> RunConfig:
     return RunConfig.from_json(read_text(file, remedy=remedy), source=str(file), remedy=remedy)
 
 
-def read_facts(path: Path) -> CorpusFacts:
-    return read_record(CorpusFacts, path / "data.json", remedy="restore it from a copy, or choose another --out")
+def read_corpus_info(path: Path) -> CorpusInfo:
+    return read_record(CorpusInfo, path / "data.json", remedy="restore it from a copy, or choose another --out")
 
 
 def _with_texts_of(old: RunConfig, new: RunConfig) -> RunConfig:

@@ -21,7 +21,7 @@ from smupar.lm.model.gpt import GPT, AttentionKernel, build, ends_of_branches, u
 from smupar.lm.run import checkpoint
 from smupar.lm.run.distributed import World
 from smupar.lm.run.dynamics import make_stacked_held_sizes, make_stacked_sparsifier, read_trace
-from smupar.lm.run.folder import Summary, write_facts
+from smupar.lm.run.folder import Summary, write_corpus_info
 from smupar.lm.run.schedule import lr_share
 from smupar.lm.run.step import next_token_loss
 from smupar.model.factors import add_missing_branch_factors
@@ -177,7 +177,7 @@ class GPTStack:
         for number, summary in summaries.items():
             config, model = self.configs[number], self.stack.models[number]
             path = folder / config.id
-            write_facts(path, self.corpus)
+            write_corpus_info(path, self.corpus)
             write_atomic(path / "config.json", config.to_json())
             checkpoint.save(
                 path / "checkpoints",

@@ -14,7 +14,7 @@ from smupar.lm.config.commands import ExportConfig
 from smupar.lm.data.tokenizer import TOKENIZER_FILE
 from smupar.lm.model.gpt import GPT, attentions, blocks, residual_factor
 from smupar.lm.run import checkpoint
-from smupar.lm.run.folder import read_facts, read_summary
+from smupar.lm.run.folder import read_corpus_info, read_summary
 from smupar.lm.use.load import EXPORT_FORMAT, LoadedRun, load_run
 from smupar.model.csr import compress_export
 from smupar.model.factors import BRANCH, FACTOR
@@ -43,7 +43,7 @@ def export(config: ExportConfig) -> str:
         "format": EXPORT_FORMAT,
         "storage": config.format,
         "model": asdict(replace(run.config.model, tied=False)),
-        "tokenizer": read_facts(run.folder).tokenizer,
+        "tokenizer": read_corpus_info(run.folder).tokenizer,
     }
     with whole_folder(out) as folder:
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
@@ -100,7 +100,7 @@ def model_card(run: LoadedRun) -> str:
     kept = {name: sizes[name] if mask is None else int(mask.sum()) for name, mask in masks.items()}
     hidden = [row.name for row in plan if row.role == "hidden"]
     density = sum(kept[name] for name in hidden) / sum(sizes[name] for name in hidden)
-    valid_loss, text = state.get("valid_loss"), read_facts(run.folder)
+    valid_loss, text = state.get("valid_loss"), read_corpus_info(run.folder)
     rows = {
         "model": f"GPT, width {model.width}, depth {model.depth}, {model.num_heads} heads of {model.head_dim}, "
         f"{model.positions} positions, {model.activation}",

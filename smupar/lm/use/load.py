@@ -16,7 +16,7 @@ from smupar.lm.data.tokenizer import Tokenizer, read_tokenizer
 from smupar.lm.model.gpt import GPT
 from smupar.lm.run import checkpoint
 from smupar.lm.run.distributed import ALONE, World, build_on_device
-from smupar.lm.run.folder import read_config, read_facts
+from smupar.lm.run.folder import read_config, read_corpus_info
 from smupar.model.csr import expand_export
 from smupar.output.files import resolved
 from smupar.output.json_files import DamagedFileError, is_sealed, read_object, read_record
@@ -41,8 +41,8 @@ class LoadedRun:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        facts = read_facts(self.folder).tokenizer
-        return read_tokenizer(self.folder, facts["name"], sha256=facts["sha256"])
+        info = read_corpus_info(self.folder).tokenizer
+        return read_tokenizer(self.folder, info["name"], sha256=info["sha256"])
 
 
 def load_run(folder: str | Path, *, device: torch.device | None = None, best: bool = False) -> LoadedRun:

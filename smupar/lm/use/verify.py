@@ -25,7 +25,7 @@ from smupar.lm.run.folder import (
     SUMMARY_FILE,
     TRACE_FILE,
     read_config,
-    read_facts,
+    read_corpus_info,
     read_summary,
     rows_until,
     wrong_rows,
@@ -138,9 +138,9 @@ def inspect_run(path: Path, found: Inspection) -> RunConfig | None:
         found.json_file(path / "config.json")
     if (path / "data.json").exists() or (path / "checkpoints").exists():
         with found.part():
-            facts = read_facts(path).tokenizer
+            tokenizer = read_corpus_info(path).tokenizer
             found.json_file(path / "data.json")
-            read_tokenizer(path, str(facts.get("name")), sha256=facts.get("sha256"))
+            read_tokenizer(path, str(tokenizer.get("name")), sha256=tokenizer.get("sha256"))
     for name in (TRACE_FILE, FOLLOWED_FILE):
         if (path / name).exists():
             _trace(path / name, found)

@@ -1,10 +1,10 @@
-"""Facts about the tensors of a forward pass.
+"""What is known about the tensors of a forward pass.
 
 A *flow* says where the values of a tensor come from. *Labels* say, for each dimension of a tensor, to which dimensions of
 parameters it corresponds. For example, the transpose of a weight has the weight's labels in reverse order. A weight *scales* if
 one of its dimensions follows the width.
 
-Views share storage, so facts are kept per storage. A view's strides show which dimensions of the storage's tensor it has.
+Views share storage, so this is kept for each storage. A view's strides show which dimensions of the storage's tensor it has.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ CONSTANT = Flow()
 
 @dataclass(frozen=True)
 class Known:
-    """The facts about a storage: its flow, and the layout and labels of the tensor for which it was allocated."""
+    """What is known about a storage: its flow, and the layout and labels of the tensor for which it was allocated."""
 
     flow: Flow
     sizes: Dims = ()

@@ -1,4 +1,4 @@
-"""Derives facts about the results of torch's basic operations from what is known about their inputs.
+"""Derives what is known about the results of torch's basic operations from what is known about their inputs.
 
 torch reduces linear layers, matmul, einsum and convolutions to a few operations on views of the parameters.
 """
@@ -43,7 +43,7 @@ _KEEP_ENDS = ("mul", "div", "clone", "_to_copy", "native_dropout", "index", "ind
 
 
 class Operations(UsageRecorder):
-    """Derives facts from the operations of one pass, in the order in which they run."""
+    """Derives what is known from the operations of one pass, in the order in which they run."""
 
     def __init__(self, model: nn.Module, scaling: Mapping[str, Dims], reads: Mapping[str, Dims]) -> None:
         super().__init__(model, scaling, reads)
@@ -51,7 +51,7 @@ class Operations(UsageRecorder):
         self._sums: list[tuple[Residual, int, int]] = []  # (residual sum, bit of the sum, bits of its branch alone)
 
     def record(self, name: str, args: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
-        """Derives the facts about the results of one operation."""
+        """Derives what is known about the results of one operation."""
         labels: Labels = ()
         if name in _PRODUCTS:
             first, second, *dims = _PRODUCTS[name]

@@ -1,4 +1,4 @@
-"""Keeps the facts about the tensors of a forward pass, and records how the pass uses each parameter (``uses``)."""
+"""Keeps what is known about the tensors of a forward pass, and records how the pass uses each parameter (``uses``)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from smupar.plan.forward.uses import Event, Usage, Use, WeightProduct
 
 
 class UsageRecorder:
-    """The facts and the record of a pass so far. The docstring of ``watcher.watch`` explains ``scaling`` and ``reads``."""
+    """What is known of a pass so far, and its record. The docstring of ``watcher.watch`` explains ``scaling`` and ``reads``."""
 
     def __init__(self, model: nn.Module, scaling: Mapping[str, Dims], reads: Mapping[str, Dims]) -> None:
         self.scaling, self.reads = scaling, reads

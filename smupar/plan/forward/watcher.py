@@ -1,6 +1,6 @@
 """Watches one forward pass and records how it uses each parameter (``uses``).
 
-The watcher passes every operation of the forward pass to ``operations``, which derives facts about the results.
+The watcher passes every operation of the forward pass to ``operations``, which derives what is known about the results.
 """
 
 from __future__ import annotations

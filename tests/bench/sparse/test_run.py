@@ -20,14 +20,14 @@ def test_benchmark_writes_table_numbers_and_picture(tmp_path):
     table = bench_sparse(
         repeats=1, out=str(tmp_path), device="cpu", densities=(1 / 8,), widths=(32,), width=64, tokens=32, depth=1, gpt=tiny
     )
-    facts = json.loads((tmp_path / "sparse.json").read_text())
-    found = {(row["what"], row["width"], round(1 / row["density"]), row["side"]) for row in facts["rows"]}
+    numbers = json.loads((tmp_path / "sparse.json").read_text())
+    found = {(row["what"], row["width"], round(1 / row["density"]), row["side"]) for row in numbers["rows"]}
     for side in ("dense fp32", "dense bf16", "torch csr", "csr"):
         assert ("layers", 64, 8, side) in found
         assert ("layers", 32, 32, side) in found
     assert ("gpt", 64, 32, "auto") in found
     assert (tmp_path / "sparse.png").read_bytes().startswith(b"\x89PNG")
-    assert len([line for line in table.splitlines() if line.startswith(("layers", "gpt"))]) == len(facts["rows"])
+    assert len([line for line in table.splitlines() if line.startswith(("layers", "gpt"))]) == len(numbers["rows"])
 
 
 @pytest.fixture
@@ -48,8 +48,8 @@ TINY = {"repeats": 1, "device": "cuda", "width": 128, "widths": (128,), "densiti
 
 def test_benchmark_goes_on_without_backends_and_says_why(tmp_path, no_gpu):
     table = bench_sparse(out=str(tmp_path), **TINY)
-    facts = json.loads((tmp_path / "sparse.json").read_text())
-    found = {(row["what"], row["side"]) for row in facts["rows"]}
+    numbers = json.loads((tmp_path / "sparse.json").read_text())
+    found = {(row["what"], row["side"]) for row in numbers["rows"]}
     for side in ("dense bf16", "dense bf16 captured", "csr", "csr captured"):
         assert ("layer", side) in found
         assert ("layers", side) in found
@@ -62,9 +62,9 @@ def test_benchmark_goes_on_without_backends_and_says_why(tmp_path, no_gpu):
         "not measured: block at 128, 1/8: backend 'block' needs an NVIDIA GPU",
         "not measured: csr at 128, 1/128: ",  # a product, for want of a compiler
     ):
-        assert any(missed.startswith(line) for missed in facts["missed"]), line
+        assert any(missed.startswith(line) for missed in numbers["missed"]), line
         assert f"\n{line}" in table
-    assert {row["peak_bytes"] for row in facts["rows"]} == {5_000_000}
+    assert {row["peak_bytes"] for row in numbers["rows"]} == {5_000_000}
     assert "peak MB" in table
     assert (tmp_path / "sparse.png").exists()
 

@@ -207,16 +207,16 @@ def test_text_for_validation_leaves_all_of_the_data_to_train_on(tmp_path):
     train = _folder(tmp_path / "train", np.arange(500))
     valid = _folder(tmp_path / "valid", np.arange(500, 600))
     text = open_text(_run(train, valid_data=valid))
-    assert (len(text.train), len(text.valid), text.facts.num_tokens, text.facts.largest_token) == (500, 100, 600, 599)
-    assert text.facts.name == f"{train}, validated on {valid}"
-    assert text.facts.sha256 != open_text(_run(train)).facts.sha256
+    assert (len(text.train), len(text.valid), text.info.num_tokens, text.info.largest_token) == (500, 100, 600, 599)
+    assert text.info.name == f"{train}, validated on {valid}"
+    assert text.info.sha256 != open_text(_run(train)).info.sha256
 
 
 def test_vocabulary_that_is_too_small_raises_with_the_one_to_pass(tmp_path):
     folder = _folder(tmp_path / "text", np.arange(1000))
     with pytest.raises(ValueError, match="token 999, beyond the model's vocabulary of 999: pass --vocab-size 1024"):
         open_text(_run(folder, vocab_size=999))
-    assert open_text(_run(folder, vocab_size=1000)).facts.largest_token == 999
+    assert open_text(_run(folder, vocab_size=1000)).info.largest_token == 999
 
 
 def test_vocabulary_must_also_hold_the_text_for_validation(tmp_path):
@@ -252,24 +252,24 @@ def test_damaged_shard_is_found_before_training(tmp_path):
         open_text(_run(folder))
 
 
-def test_facts_tell_texts_apart(tmp_path):
+def test_hashes_tell_texts_apart(tmp_path):
     changed = np.arange(1000)
     changed[500] = 0
     texts = [
         _folder(tmp_path / name, tokens) for name, tokens in (("a", np.arange(1000)), ("b", np.arange(1000)), ("c", changed))
     ]
-    hashes = [open_text(_run(text)).facts.sha256 for text in texts]
+    hashes = [open_text(_run(text)).info.sha256 for text in texts]
     assert hashes[0] == hashes[1] != hashes[2]
 
 
 def test_standard_library_is_python_source_without_tests():
     text = open_text(RunConfig())
-    assert text.facts.num_tokens > 5_000_000
-    assert text.facts.largest_token < 256
+    assert text.info.num_tokens > 5_000_000
+    assert text.info.largest_token < 256
     assert text.tokenizer is None
     beginning = bytes(text.train.windows(np.array([0]), 100_000)[0].astype(np.uint8))
     assert b"def " in beginning
-    assert len(standard_library()) == text.facts.num_tokens
+    assert len(standard_library()) == text.info.num_tokens
 
 
 @pytest.mark.parametrize(("needed", "padded"), [(1, 64), (64, 64), (65, 128), (256, 256), (50257, 50304)])

@@ -382,10 +382,10 @@ def test_shard_that_is_damaged_between_kill_and_resume_is_named():
 
 def _changed(name, content):
     """Writes a file again, with the size and times that it had."""
-    facts = Path(name).stat()
-    assert len(content) == facts.st_size
+    stat = Path(name).stat()
+    assert len(content) == stat.st_size
     Path(name).write_bytes(content)
-    os.utime(name, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    os.utime(name, ns=(stat.st_atime_ns, stat.st_mtime_ns))
 
 
 @pytest.mark.parametrize("name", ["d/a.jsonl", "d/b.txt"])

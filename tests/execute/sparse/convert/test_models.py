@@ -75,8 +75,8 @@ def test_param_groups_give_the_values_the_factors_of_the_weight():
     dense, sparse, plan = pair()
     for optimizer in ("adamw", "sgd"):
         both = [smupar.param_groups(m, plan, lr=0.1, weight_decay=0.1, optimizer=optimizer) for m in (dense, sparse)]
-        facts = [[{k: v for k, v in group.items() if k != "params"} for group in groups] for groups in both]
-        assert facts[0] == facts[1]
+        values = [[{k: v for k, v in group.items() if k != "params"} for group in groups] for groups in both]
+        assert values[0] == values[1]
 
 
 def test_audit_passes_and_sees_a_wrong_init():
