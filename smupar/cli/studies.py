@@ -117,9 +117,9 @@ def _study(
     and the report are done."""
     engine = EngineConfig(**how)
     with loading():
-        from smupar.study.engines import run_study
         from smupar.study.forecast import forecast
         from smupar.study.report import write_report
+        from smupar.study.stages import run_study
 
         definition = define()
     if dry_run:

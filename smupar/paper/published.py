@@ -101,7 +101,7 @@ def restore(study: Study, folder: str | Path, scale: Scale, configs: Sequence[Ru
             found |= {result.config.id: result for result in results(published) if result.config.id in wanted}
     if found:
         for name, sha256 in here.items():
-            study.remember(_TEXT.strip(), name.removeprefix(_TEXT), sha256)
+            study.record_checksum(_TEXT.strip(), name.removeprefix(_TEXT), sha256)
     for run, result in found.items():
         num_parameters = estimate(wanted[run]).num_parameters
         study.add(wanted[run], replace(result.summary, num_parameters=num_parameters))

@@ -35,11 +35,11 @@ from smupar.paper.settings import CLIP, WEIGHT_DECAY, Scale, ScaleName
 from smupar.study.config import EngineConfig
 from smupar.study.curves import chart_of
 from smupar.study.definition import Stage, StudyDefinition, with_more_seeds
-from smupar.study.engines import run_study
 from smupar.study.forecast import forecast
 from smupar.study.picture import draw_png
 from smupar.study.reproduction import CLAIM, PAGE, define_reproduction
 from smupar.study.run_configs import unique
+from smupar.study.stages import run_study
 from smupar.study.store import Result, Study, row_of, write_rows
 from smupar.study.view import result_rows
 

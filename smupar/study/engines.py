@@ -7,110 +7,35 @@ that cannot be stacked or do not fit into memory.
 
 from __future__ import annotations
 
-import contextlib
 import gc
-import hashlib
 import os
-import shlex
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from smupar.execute.threads import cpu_threads
 from smupar.execute.timing import seconds_of
 from smupar.lm.config.run import Execution, RunConfig
 from smupar.lm.data.batches import Corpus, open_text
 from smupar.lm.model.cost import estimate
-from smupar.lm.model.gpt import plan_on_meta
 from smupar.lm.run.distributed import device_name, pick_device
-from smupar.lm.run.signals import end_if_stopped, ended_by_sigterm
+from smupar.lm.run.signals import end_if_stopped
 from smupar.lm.run.stack import GPTStack, fastest_attention, stack_key
 from smupar.lm.run.train import train
-from smupar.output.progress import Display, waiting
-from smupar.output.terminal import say
-from smupar.plan.facts.optimizers import family_of
-from smupar.plan.plan import PlanWarning
-from smupar.study.config import EngineConfig, EngineName
-from smupar.study.definition import Stage, StudyDefinition
-from smupar.study.live import beating, write_planned
+from smupar.output.progress import Display
+from smupar.study.config import EngineName
+from smupar.study.live import beating
+from smupar.study.progress import StudyProgress
 from smupar.study.run_configs import grouped, unique
-from smupar.study.stack_training import StudyProgress, train_stack
-from smupar.study.stacks import Division, recorded_divisions, remove_leftovers, without
+from smupar.study.stacks.division import Division, recorded_divisions, without
+from smupar.study.stacks.training import train_stack
 from smupar.study.store import Study
-from smupar.study.view import refreshed
 
 _USABLE = 0.8  # share of the free memory
 MOST_STACKED = 64  # runs in a stack
 _MEASURED_STEPS = 8
 _LONG_SECONDS = 600.0
-
-
-@contextlib.contextmanager
-def run_study(
-    folder: str | Path, definition: StudyDefinition, command: str, how: EngineConfig, *, keeps_weights: bool = False
-) -> Iterator[tuple[Study, list[RunConfig]]]:
-    """Executes the missing runs of a study. Yields the study and its runs; during the block the folder stays locked."""
-    opened = Study.open(folder, definition.stored, command, keeps_weights=keeps_weights)
-    with cpu_threads(how.threads), opened as study:
-        with refreshed(study, definition):
-            configs = [config for propose in definition.stages for config in settle(study, propose, how)]
-        remove_leftovers(study)
-        yield study, configs
-
-
-def settle(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfig]:
-    """Executes the runs that a stage proposes. Asks it again with their results, until no run is missing. Returns all its
-    runs."""
-    message = ""
-    while True:
-        configs = propose(study)
-        missing = study.missing(configs)
-        with waiting("checking runs and text"):
-            _refuse_other_files(study, configs)
-            refuse_impossible(missing)
-        if configs:
-            hint = f"; watch it: smupar watch {shlex.quote(str(study.folder))}" if missing else ""
-            if missing or not message:  # otherwise these runs have just ended
-                message = f"{len(configs)} runs, {len(configs) - len(missing)} of them done, in {study.folder}{hint}"
-                say(message)
-        write_planned(study, missing)
-        if not missing:
-            return configs
-        try:
-            with ended_by_sigterm():
-                execute(study, configs, engine=how.engine, device=how.device, address=how.address)
-        except (KeyboardInterrupt, SystemExit):
-            say(
-                f"\n{len(configs) - len(study.missing(configs))} of {len(configs)} runs are done and kept. Start the same "
-                "command again: runs that were interrupted continue from their last save"
-            )
-            raise
-        if left := study.missing(missing):
-            raise ValueError(f"{len(left)} runs of {study.folder} have not ended: start the same command again")
-
-
-def _refuse_other_files(study: Study, configs: Sequence[RunConfig]) -> None:
-    """Raises if earlier runs of the study read another text or trace under the same name. Configurations hold only names."""
-    for config in {(config.data, config.valid_data): config for config in configs}.values():
-        info = open_text(config).info
-        study.remember("text", info.name, info.sha256)
-    for trace in dict.fromkeys(Path(config.follow) for config in configs if config.follow):
-        study.remember("trace", trace.name, hashlib.sha256(trace.read_bytes()).hexdigest())
-
-
-def refuse_impossible(configs: Sequence[RunConfig]) -> None:
-    """Raises before the first run if any run refers to something that does not exist. Warns of masks that hardly move."""
-    distinct = {(c.rule, c.pattern, c.allocation, c.optimizer.lower(), c.sparsity, c.model): c for c in configs}
-    for config in distinct.values():
-        family_of(config.optimizer)
-        with warnings.catch_warnings(action="ignore"):  # the run itself will warn
-            plan_on_meta(config)
-    for warning in dict.fromkeys(config.few_moves_warning for config in configs):
-        if warning:
-            warnings.warn(warning, PlanWarning, stacklevel=2)
 
 
 def execute(

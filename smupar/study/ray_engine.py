@@ -31,9 +31,9 @@ from smupar.output.progress import Display
 from smupar.plan.settings import refuse
 from smupar.study.engines import groups, run_group
 from smupar.study.live import beating
+from smupar.study.progress import StudyProgress
 from smupar.study.run_configs import unique
-from smupar.study.stack_training import StudyProgress
-from smupar.study.stacks import recorded_divisions, without
+from smupar.study.stacks.division import recorded_divisions, without
 from smupar.study.store import Study
 
 # Each task on a GPU compiles its step, so it gets as many runs as possible. On cores, small tasks spread the work more evenly,

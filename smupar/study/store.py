@@ -124,7 +124,7 @@ class Study:
         """The files that runs and stacks have left in the folder."""
         return {*self.runs.glob("*"), *self.stacks.glob("*")}
 
-    def remember(self, what: str, name: str, sha256: str) -> None:
+    def record_checksum(self, what: str, name: str, sha256: str) -> None:
         """Records the checksum of a text or a trace. Raises if another checksum is recorded under this name."""
         checksums = self._checksums()
         refuse(

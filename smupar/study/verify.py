@@ -8,8 +8,8 @@ from pathlib import Path
 
 from smupar.lm.use.verify import Inspection, inspect, inspect_run, inspecting
 from smupar.output.json_files import DamagedFileError, read_json, read_object
-from smupar.study.stack_state import STATE, read_state
-from smupar.study.stacks import read_division
+from smupar.study.stacks.division import read_division
+from smupar.study.stacks.state import STATE, read_state
 from smupar.study.store import Study
 from smupar.updates.trace import Trace
 

@@ -19,8 +19,8 @@ import pytest
 
 from smupar.cli.main import main
 from smupar.lm.run import loop
-from smupar.study import stack_training
-from smupar.study.stacks import recorded_divisions
+from smupar.study.stacks import training
+from smupar.study.stacks.division import recorded_divisions
 from smupar.study.store import Study
 from tests.lm.run.processes import quiet
 from tests.studies import ends_of, tables_of
@@ -49,7 +49,7 @@ def command(kind, engine, out):
 
 def _run(argv, log):
     """Runs a command in a process of its own, with states of stacks that are saved often."""
-    stack_training.SAVE_SECONDS, loop.LONGEST_LOOK = 0.3, 0.05
+    training.SAVE_SECONDS, loop.LONGEST_LOOK = 0.3, 0.05
     with quiet(log, "a"):
         main(argv)
 

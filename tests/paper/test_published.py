@@ -24,7 +24,7 @@ def test_rows_of_a_published_page_stand_for_their_runs(tmp_path, capsys):
     with Study.open(tmp_path / "a" / "cpu" / "study", {"kind": "reproduce", "scale": "cpu", "data": "stdlib"}, "") as study:
         for row in parabolas(fig11.runs(CPU), lambda run: -7)[:-1]:
             study.add(row.config, row.summary)
-        study.remember("text", "stdlib", open_text(row.config).info.sha256)
+        study.record_checksum("text", "stdlib", open_text(row.config).info.sha256)
     made = reproduce("fig11", CPU, EngineConfig(), out=str(tmp_path / "a"), so_far=True)
     pages = tmp_path / "pages"
     page = publish.publish(made, CPU, pages)

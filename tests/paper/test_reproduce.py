@@ -169,7 +169,7 @@ def test_figure_is_drawn_from_the_runs_that_are_there(tmp_path):
     document = read_page(done.folder / "report.html")
     assert document["command"] == f"smupar reproduce fig11 --scale cpu --out {tmp_path}"
     with Study.open(tmp_path / "cpu" / "study", {"kind": "reproduce", "scale": "cpu", "data": "stdlib"}, "") as study:
-        study.remember("trace", "proxy.json", "abc")
+        study.record_checksum("trace", "proxy.json", "abc")
         assert study.files([replace(done.rows[0].config, follow="runs/proxy.json")]) == {
             **done.files,
             "trace proxy.json": "abc",

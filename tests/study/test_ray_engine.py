@@ -15,7 +15,7 @@ from smupar.lm.config.run import ModelConfig, RunConfig
 from smupar.study import ray_engine
 from smupar.study.engines import execute
 from smupar.study.ray_engine import execute_on_ray, split, tasks_of
-from smupar.study.stacks import Division
+from smupar.study.stacks.division import Division
 from smupar.study.store import Study
 from tests.texts import words
 

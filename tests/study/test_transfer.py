@@ -10,10 +10,11 @@ from smupar.study.axes import parse_axes
 from smupar.study.config import EngineConfig, TransferConfig
 from smupar.study.curves import Line, Panel, Point
 from smupar.study.definition import more_seeds
-from smupar.study.engines import execute, settle
+from smupar.study.engines import execute
 from smupar.study.optima import Curve, move_in_words, moved
 from smupar.study.picture import draw_png
 from smupar.study.report import write_report
+from smupar.study.stages import run_until_complete
 from smupar.study.store import Study
 from smupar.study.transfer import Verdict, analyse, headline, panels, proposals, sentence
 from tests.study.tiny import TINY, TINY_FLAGS, summary
@@ -148,7 +149,9 @@ def test_further_seeds_follow_an_optimum_that_they_move(tmp_path):
         assert asked == [{0, 1, 2, 3, 4}, {0, 1, 2}, {3, 4}]
         seeds = more_seeds(study, curve, "lr", 3)
         assert {(number(config), config.seed) for config in seeds} == {(value, seed) for value in range(5) for seed in (1, 2)}
-        assert settle(study, lambda study: seeds, EngineConfig(device="cpu")) == seeds  # nothing is missing: nothing is run
+        assert (
+            run_until_complete(study, lambda study: seeds, EngineConfig(device="cpu")) == seeds
+        )  # nothing is missing: nothing is run
 
 
 def test_further_seeds_do_not_depend_on_where_a_round_was_interrupted(tmp_path):

@@ -17,8 +17,8 @@ from smupar.cli.main import main
 from smupar.lm.config.run import ModelConfig, RunConfig
 from smupar.output.json_files import sealed_json
 from smupar.study.config import TUNED, EngineConfig, TuneConfig
-from smupar.study.engines import run_study
 from smupar.study.run_configs import with_fields
+from smupar.study.stages import run_study
 from smupar.study.store import Study
 from smupar.study.tune import FORMAT, Tuned, define_search, doubts, propose, read_hps, sensitivity, write_best
 from tests.texts import words

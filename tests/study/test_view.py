@@ -14,9 +14,9 @@ import pytest
 from smupar.lm.config.run import RunConfig
 from smupar.output.page import read_page
 from smupar.study.config import EngineConfig
-from smupar.study.engines import run_study
 from smupar.study.live import read_planned, read_signs, repeated, write_planned
 from smupar.study.report import write_report
+from smupar.study.stages import run_study
 from smupar.study.store import Study
 from smupar.study.sweep import define_sweep
 from smupar.study.view import StudyView

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from smupar.lm.config.run import Execution, ModelConfig, RunConfig
 from smupar.lm.run.train import train
 from smupar.study.engines import execute, run_group
-from smupar.study.stack_training import StudyProgress
-from smupar.study.stacks import recorded_divisions, remove_leftovers
+from smupar.study.progress import StudyProgress
+from smupar.study.stacks.division import recorded_divisions, remove_leftovers
 from smupar.study.store import Study
 from smupar.study.verify import verify
 from tests.faults.damage import flip_at
@@ -172,7 +172,7 @@ def test_runs_that_are_left_are_run_as_they_would_have_been(tmp_path, whole, num
 
 def test_stack_that_is_refilled_goes_on_after_a_crash(tmp_path, whole, look_often, monkeypatch):
     monkeypatch.setattr("smupar.study.engines.MOST_STACKED", 3)
-    monkeypatch.setattr("smupar.study.stack_training.SAVE_SECONDS", 0.0)  # saved after each step
+    monkeypatch.setattr("smupar.study.stacks.training.SAVE_SECONDS", 0.0)  # saved after each step
     look_often()
     study = interrupt(tmp_path / "study", RATES, after=60 * 3 + 40 * 2, how=ConnectionError())
     assert len(ends_of(study)) == 3

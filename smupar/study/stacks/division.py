@@ -2,7 +2,7 @@
 stack: an interrupted study continues in the same stacks, and so ends with the same numbers.
 
 stacks/NAME.json    a division: runs of equal shapes, in order, and how many of them train at once
-stacks/NAME-3/      the state of stack 3 (counted from 0), saved while the stack trains (stack_state.py)
+stacks/NAME-3/      the state of stack 3 (counted from 0), saved while the stack trains (state.py)
 """
 
 from __future__ import annotations
