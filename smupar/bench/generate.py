@@ -35,7 +35,7 @@ from smupar.lm.model.gpt import GPT, build
 from smupar.lm.use.export import folded
 from smupar.lm.use.generate import of_gpt
 from smupar.output.tables import aligned
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 _FILE = "generate.json"
 _PROMPT = 64  # tokens

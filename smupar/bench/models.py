@@ -34,7 +34,7 @@ from smupar.lm.run.distributed import World, pick_device
 from smupar.lm.run.stack import GPTStack
 from smupar.lm.run.step import Stepper, next_token_loss
 from smupar.model.parameterize import mask_of, parameterize
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 from smupar.updates.trace import Trace
 
 _610M = ModelConfig(width=2048, depth=10, head_dim=64, vocab_size=50257)

@@ -31,7 +31,7 @@ from smupar.lm.run.distributed import World
 from smupar.lm.run.step import Stepper
 from smupar.output.optional import first_line
 from smupar.output.tables import aligned
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 _FILE = "storage.json"
 _WARM_UP = 5  # steps: with them a step is compiled and captured

@@ -24,7 +24,7 @@ from smupar.lm.config.run import STANDARD_LIBRARY, Execution, MachineConfig, Run
 from smupar.lm.run.signals import TERMINATED
 from smupar.output.page.document import Tone
 from smupar.output.tables import aligned
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 if TYPE_CHECKING:
     from smupar.check.coordinates.report import Report

@@ -27,7 +27,7 @@ from smupar.lm.config.run import RunConfig
 from smupar.output.files import sentence_of
 from smupar.output.json_files import printable_lines
 from smupar.output.terminal import columns, is_terminal, make_streams_safe, wrapped
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 from smupar.study.config import TransferConfig, TuneConfig
 
 COMMANDS: dict[str, Command] = {

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NoReturn
 
 from smupar.cli.flags import Flag, Typed, flags_of
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 Command = Callable[..., Any]
 ALWAYS = ("--json", "--quiet", "--help", "--help-all")  # flags of every command

@@ -13,7 +13,7 @@ from smupar.cli.studies import Engine, note_missing_pictures
 from smupar.output.page.document import Tone
 from smupar.output.pictures import missing_pictures
 from smupar.output.terminal import say
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 from smupar.study.config import EngineConfig
 
 if TYPE_CHECKING:

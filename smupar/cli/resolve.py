@@ -14,7 +14,7 @@ from smupar.lm.config.mask_methods import MASK_METHODS
 from smupar.lm.config.presets import preset
 from smupar.lm.config.run import RunConfig, padded_vocab
 from smupar.plan.facts.optimizers import has_adamw_beside, names_with
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 from smupar.study.config import SHORT, TUNED, TransferConfig, TuneConfig
 
 Kind = TypeVar("Kind", RunConfig, TransferConfig, TuneConfig)

@@ -15,7 +15,7 @@ from smupar.cli.loading import loading
 from smupar.cli.resolve import resolve
 from smupar.lm.config.run import RunConfig
 from smupar.output.pictures import missing_pictures
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 from smupar.study.config import EngineConfig, TransferConfig, TuneConfig
 
 if TYPE_CHECKING:

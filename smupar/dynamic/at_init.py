@@ -14,7 +14,7 @@ from smupar.model.sharding import whole
 from smupar.model.weights import ModelWeight, hidden_weights
 from smupar.plan.masks.allocations import Allocation, allocate
 from smupar.plan.plan import Plan
-from smupar.plan.settings import choice, refuse
+from smupar.refusals import choice, refuse
 
 
 def magnitude_masks(model: nn.Module, plan: Plan, *, density: float | Mapping[str, float] | Allocation) -> dict[str, Tensor]:

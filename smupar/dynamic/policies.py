@@ -21,7 +21,7 @@ from torch import Tensor
 from smupar.model.weights import Weight
 from smupar.plan.masks.allocations import Allocation, allocate, round_half_up
 from smupar.plan.plan import Plan, PlanRow
-from smupar.plan.settings import choice, refuse
+from smupar.refusals import choice, refuse
 from smupar.rules import get_rule
 
 # Progress of the schedule -> share of the drop fraction that is left.

@@ -15,7 +15,7 @@ from smupar.model.seam import Step, seam_of
 from smupar.model.weights import ModelWeight, Weight, hidden_weights
 from smupar.plan.facts.optimizers import facts_of, name_of
 from smupar.plan.plan import Plan
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 
 class Restart:

@@ -27,8 +27,9 @@ from smupar.model.weights import ModelWeight, Weight, hidden_weights, weight_of
 from smupar.optim.layer_rates import group_of_weight, layer_rates
 from smupar.plan.facts.layers import has_running_statistics
 from smupar.plan.facts.optimizers import facts_of, family_of
+from smupar.plan.masks import UNSTRUCTURED
 from smupar.plan.plan import PlanWarning
-from smupar.plan.settings import UNSTRUCTURED, refuse
+from smupar.refusals import refuse
 
 # After this many calls of step() without a step of the optimizer, there is a warning.
 _MANY_IDLE = 1000

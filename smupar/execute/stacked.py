@@ -26,7 +26,7 @@ from smupar.optim.layer_rates import measured_or_corrected
 from smupar.plan.facts.layers import draws_random_numbers, has_running_statistics
 from smupar.plan.facts.optimizers import facts_for_role, family_of, names_with
 from smupar.plan.plan import Plan
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 # Outside of training steps only this many models run at a time, since a captured training step holds most of the memory.
 _CHUNK = 4

@@ -29,7 +29,7 @@ from smupar.model.parameterize import add_masks, attach, is_parameterized, mask_
 from smupar.optim.groups import param_groups
 from smupar.plan.make import Settings
 from smupar.plan.plan import Plan
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 from smupar.updates.meter import Follower, Recorder
 from smupar.updates.observation import OBSERVED_FILE
 from smupar.updates.observer import Observer

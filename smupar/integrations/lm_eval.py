@@ -26,7 +26,7 @@ from smupar.lm.use import score
 from smupar.output.files import resolved
 from smupar.output.json_files import as_record
 from smupar.output.optional import first_line, optional
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from torch import nn
 
 from smupar.check.audit.audit import audit
 from smupar.plan.plan import Plan
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 
 def check_start(model: nn.Module, plan: Plan, optimizer: Any, *, trained: bool, where: str) -> None:

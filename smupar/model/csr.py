@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 MASK, COLUMNS, ROW_STARTS = "_mask", "_columns", "_row_starts"
 _VALUES, _EXPORTED_COLUMNS, _EXPORTED_STARTS = ".values", ".col_indices", ".crow_indices"

@@ -17,7 +17,7 @@ from smupar.model.sharding import like, zero_off_mask
 from smupar.plan.facts.layers import kind_of, padding_row
 from smupar.plan.masks.patterns import generator
 from smupar.plan.plan import Plan, PlanRow
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 
 @dataclass

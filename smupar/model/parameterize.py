@@ -42,7 +42,7 @@ from smupar.plan.masks.patterns import read_masks
 from smupar.plan.plan import Plan, PlanWarning
 from smupar.plan.roles.parameters import parent_path
 from smupar.plan.scales.multipliers import set_multiplier
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 _MARK = "_smupar_attached"
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from smupar.model.seam import Step, on_every_step
 from smupar.model.weights import weight_of
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 _REPLACED = "_smupar_replaced"
 _MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from smupar.model.sharding import local
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 _PREPARE = ("refuse_replaced", "fit_state", "check_ratios", "set_rates")
 # If the step has a closure, ``look`` runs after each call of the closure, since its forward passes belong to this step.

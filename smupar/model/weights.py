@@ -29,7 +29,7 @@ from smupar.model.stacked_weight import ONLY, StackedWeight
 from smupar.plan.facts.layers import IMAGES, kind_of
 from smupar.plan.plan import Plan
 from smupar.plan.roles.parameters import parent_path
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 
 class ModelWeight(ABC):

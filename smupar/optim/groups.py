@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from smupar.model.parameterize import attach, check_parameterized, unwrapped
 from smupar.plan.facts.optimizers import OptimizerFacts, decouples_decay, facts_of, family_of, has_adamw_beside
+from smupar.plan.globs import match_globs
 from smupar.plan.plan import Plan, PlanRow, PlanWarning
-from smupar.plan.settings import choice, match_globs, refuse
+from smupar.refusals import choice, refuse
 from smupar.rules import DECAYED
 
 HELD = "held"  # the kind of decay of runs that use ``HeldSizes``

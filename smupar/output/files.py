@@ -14,6 +14,8 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from smupar.refusals import refuse
+
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
 _OS_ERROR = re.compile(r"\(os error (\d+)\)")
@@ -193,22 +195,20 @@ def _remove_unfinished(path: Path) -> None:
 
 
 def refuse_existing(path: Path) -> None:
-    if path.exists():
-        raise ValueError(f"{path} exists already and is not overwritten: choose another folder")
+    refuse(path.exists(), f"{path} exists already and is not overwritten: choose another folder")
 
 
 def refuse_other_files(folder: Path, what: str, is_ours: Callable[[str], bool] = lambda name: False) -> None:
     """Raises if the folder holds files that are not ours, by default any file. ``what`` is only for the message."""
-    if not all(is_ours(path.name) for path in folder.iterdir()):
-        raise ValueError(f"{folder} holds other files and no {what}: choose another --out")
+    has_others = not all(is_ours(path.name) for path in folder.iterdir())
+    refuse(has_others, f"{folder} holds other files and no {what}: choose another --out")
 
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """A context that locks a folder, and makes it if it does not exist. The lock ends with the context or with the process,
     even if the process is killed. At the end, folders that were made here are removed again if they are empty."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file: choose another --out")
+    refuse(folder.exists() and not folder.is_dir(), f"{folder} is a file: choose another --out")
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -9,5 +9,5 @@ depth                  which layers of model and base correspond; residual branc
 forward                one forward pass, and how it uses each parameter
 scales                 numbers in the model that follow its width: attention scales and others
 facts                  what is known about layers and optimizers
-notes, settings        remarks on a plan; checks of settings: choices, and values by parameter name
+notes, globs           remarks on a plan; settings by parameter name
 """

@@ -18,13 +18,14 @@ from torch import Tensor
 
 from smupar.output.json_files import DamagedFileError, as_record, parse_object, sealed_json
 from smupar.output.tables import aligned
+from smupar.plan.globs import layer_glob
 from smupar.plan.masks.patterns import parse_pattern
 from smupar.plan.notes import Note
 from smupar.plan.reminders import REMINDERS
 from smupar.plan.roles.parameters import parent_path
 from smupar.plan.scales.attention import AttentionChange
 from smupar.plan.scales.multipliers import Multiplier
-from smupar.plan.settings import layer_glob, refuse
+from smupar.refusals import refuse
 from smupar.rules import get_rule
 
 FORMAT = "smupar-plan/1"

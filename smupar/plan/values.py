@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from smupar.plan.depth.correspondence import Correspondence
+from smupar.plan.globs import match_globs
 from smupar.plan.notes import Note
 from smupar.plan.roles.infer import FROZEN, ORIGINAL, ParamRole
-from smupar.plan.settings import finite, match_globs, refuse
+from smupar.refusals import finite, refuse
 from smupar.rules import SP, Rule
 
 InitStdSetting = float | str | Mapping[str, float | str]

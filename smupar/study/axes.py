@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
 from smupar.lm.config.run import ModelConfig, RunConfig
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 from smupar.study.run_configs import refuse_unknown_field, with_fields
 
 _SMALLEST, _LARGEST = -1022, 1023  # exponents of normal floating-point numbers, far more than an axis needs

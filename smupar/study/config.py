@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from smupar.lm.config.run import ModelConfig, RunConfig
 from smupar.lm.config.validation import check_not_negative, check_not_too_large
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 # The hyperparameters that are tuned on a dense proxy and transfer to other models.
 Tuned = Literal["lr", "init_std", "alpha_input", "alpha_output"]

@@ -28,7 +28,7 @@ from smupar.lm.run.folder import Summary
 from smupar.lm.run.signals import handled
 from smupar.output.optional import first_line, optional
 from smupar.output.progress import Display
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 from smupar.study.engines import groups, run_group
 from smupar.study.live import beating
 from smupar.study.progress import StudyProgress

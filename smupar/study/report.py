@@ -8,7 +8,7 @@ from typing import Any
 
 from smupar.output.page import write_page
 from smupar.output.pictures import missing_pictures
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 from smupar.study.definition import Findings, StudyDefinition, best_row
 from smupar.study.picture import draw_png
 from smupar.study.store import Study

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from smupar.lm.config.fields import changed
 from smupar.lm.config.run import ModelConfig, RunConfig
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 _Item = TypeVar("_Item")
 _FIELDS = {field.name for kind in (ModelConfig, RunConfig) for field in dataclasses.fields(kind)} - {"model"}

@@ -8,7 +8,7 @@ from itertools import product
 from typing import NamedTuple
 
 from smupar.lm.config.run import RunConfig
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 from smupar.rules import get_rule
 from smupar.study.comparison import as_rule, sp_init_std
 from smupar.study.config import TransferConfig

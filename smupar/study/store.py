@@ -34,7 +34,7 @@ from smupar.output.files import locked, refuse_other_files, write_atomic
 from smupar.output.json_files import DamagedFileError, printable, read_object, read_record, write_sealed
 from smupar.output.optional import optional
 from smupar.output.sums import SUMS
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 from smupar.study.config import TransferConfig
 from smupar.study.run_configs import unique
 

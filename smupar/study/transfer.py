@@ -13,7 +13,7 @@ from typing import Any
 
 from smupar.lm.config.run import RunConfig
 from smupar.output.page.document import Answer, Tone
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 from smupar.study.comparison import density_in_words
 from smupar.study.config import TransferConfig
 from smupar.study.curves import LOSS, Line, Panel, Point, line_of

@@ -20,7 +20,7 @@ from smupar.output.files import write_atomic
 from smupar.output.json_files import read_object, sealed_json
 from smupar.output.optional import optional
 from smupar.output.page.document import Answer
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 from smupar.study.config import TUNED, TuneConfig
 from smupar.study.curves import LOSS, Line, Panel, Point
 from smupar.study.definition import Findings, Stage, StudyDefinition, best_in_words

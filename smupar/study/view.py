@@ -25,7 +25,7 @@ from smupar.output.json_files import WRONG_TYPES, DamagedFileError, as_record, p
 from smupar.output.page import write_page
 from smupar.output.page.document import Chart, Document, PageProgress, PageTable, finite, thinned
 from smupar.output.sums import refuse_lost_seal
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 from smupar.rules import get_rule
 from smupar.study.curves import Panel, chart_of
 from smupar.study.definition import USUAL, Findings, StudyDefinition, varied_columns

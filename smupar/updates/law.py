@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cache
 
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 EFFECT, RMS, TRUST, SPECTRAL, FUNCTION = "effect", "rms", "trust", "spectral", "function"
 SIZES = (EFFECT, RMS, TRUST, SPECTRAL, FUNCTION)

@@ -23,7 +23,7 @@ from smupar.optim.layer_rates import group_of_weight, layer_rates
 from smupar.plan.facts.optimizers import decouples_decay, name_of
 from smupar.plan.plan import Plan
 from smupar.plan.roles.parameters import parent_path
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 from smupar.rules import DEPTH_MUP
 from smupar.updates.probe import LayerProbe, exact, refuse_measured, remove_copied_probes
 from smupar.updates.trace import LAW, Trace, TraceReader, averages_after, clamped

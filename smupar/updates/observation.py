@@ -14,7 +14,7 @@ from statistics import median
 from smupar.output.files import write_atomic
 from smupar.output.json_files import DamagedFileError, as_record, parse_object, read_text, sealed_json
 from smupar.output.tables import aligned
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 FORMAT = "smupar-observation/1"
 OBSERVED_FILE = "observed.json"  # usual file name

@@ -9,7 +9,7 @@ from typing import Any
 
 from smupar.output.json_files import read_text
 from smupar.output.page.document import Chart, ChartLine, Document, finite, thinned
-from smupar.plan.settings import layer_glob
+from smupar.plan.globs import layer_glob
 from smupar.updates.stored import REMEDY, parse_trace
 
 _MOST_POINTS = 200

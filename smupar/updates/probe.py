@@ -15,7 +15,7 @@ from smupar.model.sharding import local
 from smupar.model.weights import ModelWeight, Weight, weight_of
 from smupar.plan.facts.layers import IMAGES, kind_of
 from smupar.plan.plan import Plan
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 NUM_TOKENS = 128
 

@@ -17,7 +17,8 @@ from smupar.output.files import write_atomic
 from smupar.output.json_files import read_text, sealed_json
 from smupar.output.page import write_page
 from smupar.output.pictures import new_figure, save_figure
-from smupar.plan.settings import layer_glob, refuse
+from smupar.plan.globs import layer_glob
+from smupar.refusals import refuse
 from smupar.updates.law import Law
 from smupar.updates.page import trace_document
 from smupar.updates.stored import FORMAT, REMEDY, parse_trace

@@ -26,7 +26,7 @@ from smupar.output.files import changed_at, resolved
 from smupar.output.json_files import read_object
 from smupar.output.page import page
 from smupar.output.page.document import thinned
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 from smupar.study.live import LIVE
 from smupar.watch.sources import UNREADABLE, Entry, Watched
 

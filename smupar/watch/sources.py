@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from smupar.output.json_files import WRONG_TYPES
 from smupar.output.page import read_page
 from smupar.output.page.document import Document
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 from smupar.study.live import LIVE, PLANNED
 from smupar.study.view import StudyView
 from smupar.updates.page import read_trace, trace_document

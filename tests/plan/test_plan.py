@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import smupar
-from smupar.plan.settings import layer_glob
+from smupar.plan.globs import layer_glob
 from tests.models import on_meta
 from tests.plan.nets import ALPHA_INPUT, MLP, SIGMA, Blocks, Conv, attention_plan, numbers, own_mask, plan_mlp
 

@@ -20,7 +20,7 @@ from smupar.execute.sparse.library import NoKernel, library
 from smupar.lm.config.run import ModelConfig
 from smupar.output.files import write_atomic
 from smupar.output.pictures import new_figure, save_figure
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 _GPT = ModelConfig(width=1024, depth=8, head_dim=64, vocab_size=256)
 

@@ -18,7 +18,7 @@ from smupar.check.whole_run.run import LongRun
 from smupar.output.progress import Display, Status
 from smupar.plan.make import Settings
 from smupar.plan.plan import Plan
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 
 def coord_check(

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from smupar.check.audit.findings import Finding
 from smupar.check.coordinates.measure import DY, GRAD_X, Cell, GridPoint, Y
 from smupar.check.coordinates.verdict import FAIL, Slope, decides
+from smupar.plan.globs import layer_glob
 from smupar.plan.plan import Plan
-from smupar.plan.settings import layer_glob
 from smupar.rules import DEPTH_MUP, get_rule
 
 REMEDIES = {

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from smupar.plan.depth.correspondence import correspond
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 MakeModel = Callable[..., nn.Module]  # takes (width), or (width, depth) if the check varies the depth
 

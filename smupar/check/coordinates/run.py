@@ -33,7 +33,7 @@ from smupar.plan.make import Settings
 from smupar.plan.masks.patterns import parse_pattern
 from smupar.plan.plan import Plan, PlanWarning
 from smupar.plan.roles.parameters import parent_path
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 from smupar.rules import get_rule
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]

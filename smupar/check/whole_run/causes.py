@@ -8,7 +8,7 @@ from statistics import median
 
 from smupar.check.coordinates.diagnosis import Diagnosis
 from smupar.check.coordinates.measure import Cell
-from smupar.plan.settings import layer_glob
+from smupar.plan.globs import layer_glob
 from smupar.updates.observation import ALIGNMENT, DECAY, LATE, LR, MOVED, Observation
 
 _UNEVEN = 1.5  # decay rates are uneven if they differ by this factor

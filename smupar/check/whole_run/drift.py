@@ -20,7 +20,7 @@ from statistics import fmean, median
 
 from smupar.check.coordinates.measure import DY, Reading
 from smupar.check.coordinates.verdict import Slope
-from smupar.plan.settings import layer_glob
+from smupar.plan.globs import layer_glob
 
 EVERY = "all layers"
 KIND_LIMITS, MEAN_LIMITS = (-1.1, 0.6), (-0.6, 0.35)  # limits for one kind of layers, and for the mean over all kinds

@@ -22,9 +22,10 @@ from smupar.model.parameterize import attach, check_not_compiled, check_paramete
 from smupar.model.relayout import watch_optimizers
 from smupar.model.weights import ModelWeight, weight_of
 from smupar.output.tables import aligned
+from smupar.plan.globs import layer_glob
 from smupar.plan.plan import Plan
 from smupar.plan.roles.parameters import parent_path
-from smupar.plan.settings import layer_glob, refuse
+from smupar.refusals import refuse
 
 _ACTIVATIONS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -17,7 +17,7 @@ from smupar.execute.sparse.backends import AUTO, DENSE, out_dim_of
 from smupar.execute.sparse.library import NoKernel, library
 from smupar.execute.timing import in_turns, seconds_of
 from smupar.model.csr import row_index
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 PACKED = "packed"
 STORAGES = (AUTO, DENSE, PACKED)

@@ -8,7 +8,7 @@ from fractions import Fraction
 
 from transformers import PreTrainedConfig
 
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 # config.model_type -> the config's name for the width inside an MLP
 FAMILIES = {

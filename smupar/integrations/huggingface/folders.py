@@ -27,7 +27,7 @@ from smupar.output.optional import first_line
 from smupar.output.sums import SUMS, UncheckedWarning, check_sums, write_sums
 from smupar.plan.plan import PLAN_FILE, Plan, PlanWarning
 from smupar.plan.scales.attention import AttentionChange, find_attentions
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 from smupar.rules import SP
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -21,7 +21,7 @@ from smupar.plan.forward.run import Example, copied_to
 from smupar.plan.make import Settings
 from smupar.plan.notes import Note
 from smupar.plan.plan import Plan, PlanWarning
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 # If the number of key and value heads does not follow the width, these matrices look like readouts.
 _HIDDEN = ("*.k_proj.weight", "*.v_proj.weight")

@@ -14,7 +14,7 @@ from smupar.integrations.state import carry_state
 from smupar.model.seam import unwrap_optimizer
 from smupar.optim.groups import param_groups
 from smupar.plan.plan import Plan
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 from smupar.updates.meter import Follower, Recorder
 from smupar.updates.observation import OBSERVED_FILE
 from smupar.updates.observer import Observer

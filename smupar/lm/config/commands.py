@@ -15,7 +15,7 @@ from smupar.lm.config.validation import (
     check_positive,
     check_sparsities,
 )
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from smupar.lm.config.validation import (
     n_of_m,
 )
 from smupar.output.json_files import DamagedFileError, as_record, parse_object, sealed_json
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 from smupar.rules import DEPTH_RULES, get_rule
 
 _FEW_MOVES = 5

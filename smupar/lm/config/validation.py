@@ -8,7 +8,8 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
-from smupar.plan.settings import UNSTRUCTURED, refuse
+from smupar.plan.masks import UNSTRUCTURED
+from smupar.refusals import refuse
 from smupar.rules import get_rule
 from smupar.updates.law import parse_law
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from smupar.lm.config.run import STANDARD_LIBRARY, RunConfig, padded_vocab
 from smupar.lm.data.shards import Tokens, open_tokens, read_index, verify
 from smupar.lm.data.tokenizer import TOKENIZER_FILE, Tokenizer, read_definition
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 # Share of the text that is kept for validation, unless there is a separate text for that.
 _VALID_SHARE = 0.05

@@ -39,7 +39,7 @@ from smupar.lm.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, 
 from smupar.output.files import NO_ROOM, locked, refuse_other_files, write_atomic
 from smupar.output.json_files import as_record, read_object, write_sealed
 from smupar.output.optional import first_line
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 _PROGRESS_FORMAT = "smupar-progress/1"
 _OUR_FILES = re.compile(rf"tokens-\d{{5,}}\.bin|{INDEX}|{PROGRESS}|{VERIFIED}|{TOKENIZER_FILE}")

@@ -23,7 +23,7 @@ from tqdm import tqdm
 
 from smupar.output.files import sync_folder, write_atomic
 from smupar.output.json_files import DamagedFileError, as_record, read_object, sealed_json
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 FORMAT = "smupar-tokens/1"
 INDEX, PROGRESS, VERIFIED = "index.json", "progress.json", "verified.json"

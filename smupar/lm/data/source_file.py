@@ -14,7 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 # Bytes read and characters handed on at a time. Tokenizers run one thread per piece.
 PIECE = 1 << 18

@@ -21,7 +21,7 @@ from smupar.lm.config.commands import PrepareConfig
 from smupar.lm.data.source_file import PIECE, HashedFile, ReadBytes, open_source
 from smupar.output.files import resolved
 from smupar.output.optional import first_line, optional
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 _UTF8_BOM = b"\xef\xbb\xbf"
 

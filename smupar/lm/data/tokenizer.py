@@ -14,7 +14,7 @@ from smupar.lm.data.shards import TokenizerInfo, token_dtype
 from smupar.output.files import read_plain, write_atomic
 from smupar.output.json_files import read_object
 from smupar.output.optional import first_line, optional
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 TOKENIZER_FILE = "tokenizer.json"
 

@@ -20,7 +20,7 @@ from smupar.lm.config.run import Execution, RunConfig
 from smupar.lm.model.gpt import plan_on_meta
 from smupar.plan.facts.optimizers import facts_for_role, family_of
 from smupar.plan.plan import Plan, PlanRow
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 # Dense bf16 TFLOP/s from the datasheets. Keys are parts of device names.
 _PEAK_TFLOPS = {"H200": 990, "H100": 990, "B200": 2250, "A100": 312, "L40S": 362, "4090": 165, "V100": 125}

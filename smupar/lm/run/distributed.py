@@ -20,7 +20,7 @@ from smupar.lm.model.gpt import GPT, on_meta, parameterized
 from smupar.lm.run.signals import ended_by_sigint
 from smupar.model.factors import no_broadcast
 from smupar.plan.plan import Plan
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 
 @dataclass(frozen=True)

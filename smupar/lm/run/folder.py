@@ -43,7 +43,7 @@ from smupar.lm.run.metrics import METRICS_FILE, Row, metrics_line, read_rows
 from smupar.output.files import locked, read_plain, refuse_other_files, write_atomic, writing
 from smupar.output.json_files import read_record, read_text, write_sealed
 from smupar.output.sums import SUMS, refuse_lost_seal, write_sums
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 from smupar.updates.observation import OBSERVED_FILE, Observation
 from smupar.updates.trace import Trace
 

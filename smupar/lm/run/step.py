@@ -26,7 +26,7 @@ from smupar.lm.run.dynamics import make_held_sizes, make_sparsifier, read_trace
 from smupar.lm.run.optimizers import make_optimizers, set_lr
 from smupar.lm.run.schedule import lr_share
 from smupar.plan.facts.optimizers import facts_of
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 from smupar.updates.meter import Follower, Recorder, follow_updates, record_updates
 from smupar.updates.observer import observe
 from smupar.updates.trace import Trace

@@ -32,8 +32,8 @@ from smupar.output.json_files import as_record
 from smupar.output.progress import Display, Status
 from smupar.output.terminal import say
 from smupar.plan.plan import PlanWarning
-from smupar.plan.settings import refuse
 from smupar.plan.summary import summary_of
+from smupar.refusals import refuse
 
 _NUM_VALIDATIONS = 5
 

@@ -23,7 +23,7 @@ from smupar.output.files import refuse_existing, whole_folder, write_atomic
 from smupar.output.json_files import write_sealed
 from smupar.output.sums import write_sums
 from smupar.plan.plan import PLAN_FILE
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 
 def export(config: ExportConfig) -> str:

@@ -20,7 +20,7 @@ from smupar.lm.model.gpt import GPT, Cache
 from smupar.lm.run.distributed import pick_device
 from smupar.lm.use.export import folded
 from smupar.lm.use.load import is_of_transformers, load_model, load_transformers, num_positions
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 _COLDEST = 1e-30  # below this, logits / temperature overflow fp32; the likeliest token is certain at much higher ones
 

@@ -23,7 +23,7 @@ from smupar.output.json_files import DamagedFileError, is_sealed, read_object, r
 from smupar.output.optional import first_line, optional
 from smupar.output.sums import SUMS, UncheckedWarning, check_sums
 from smupar.plan.plan import PLAN_FILE, Plan, PlanWarning
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 EXPORT_FORMAT = "smupar-gpt/1"
 _EXPORT_AGAIN = "export the run again, or restore it from a copy"

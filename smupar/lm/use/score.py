@@ -42,7 +42,7 @@ from smupar.lm.use.load import (
 )
 from smupar.output.files import resolved, write_atomic, writing
 from smupar.output.json_files import DamagedFileError, parse_object, read_text, sealed_json
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 _AT_ONCE = 1024  # number of positions whose probabilities are in memory at the same time
 REQUESTS_FORMAT, SCORES_FORMAT = "smupar-requests/1", "smupar-scores/1"

@@ -35,7 +35,7 @@ from smupar.lm.use.load import is_export, read_export
 from smupar.output.json_files import is_sealed
 from smupar.output.sums import SUMS, Parts, read_sums, wrong_parts
 from smupar.plan.plan import PLAN_FILE
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 from smupar.updates.trace import Trace
 
 

@@ -23,9 +23,10 @@ from smupar.plan.facts.layers import kind_of
 from smupar.plan.forward.run import CannotRunError, Example
 from smupar.plan.forward.uses import Usage
 from smupar.plan.forward.watcher import watch
+from smupar.plan.globs import layer_glob, match_globs
 from smupar.plan.notes import Note
 from smupar.plan.scales.multipliers import Multiplier, as_config
-from smupar.plan.settings import layer_glob, match_globs, refuse
+from smupar.refusals import refuse
 from smupar.rules import DepthRule, depth_factor
 
 _CLOSE = 0.04  # ratios that differ by a smaller share count as equal

@@ -14,7 +14,8 @@ from fractions import Fraction
 
 from torch import nn
 
-from smupar.plan.settings import layer_glob, refuse
+from smupar.plan.globs import layer_glob
+from smupar.refusals import refuse
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.utils.parametrize import ParametrizationList
 
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 ROWS, IMAGES, INDICES = "rows", "images", "indices"
 GROUPED_DIM = 1  # the dimension of a convolution's weight, transposed or not, that counts the channels of one group

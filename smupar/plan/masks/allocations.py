@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from numbers import Real
 
+from smupar.plan.globs import match_globs
 from smupar.plan.roles.parameters import Shape
-from smupar.plan.settings import match_globs, refuse
+from smupar.refusals import refuse
 
 
 def as_density(value: float | Fraction, setting: str = "density") -> Fraction:

@@ -24,7 +24,7 @@ from torch import Tensor
 from smupar.output.optional import first_line
 from smupar.plan.masks.allocations import round_half_up
 from smupar.plan.roles.parameters import Shape
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 Dims = tuple[int, ...]  # input dimensions, input channel first: (1,) for a Linear, (1, 2, 3) for a Conv2d
 

@@ -17,7 +17,7 @@ from smupar.plan.masks.allocations import Allocation, allocate, as_density
 from smupar.plan.masks.patterns import Pattern, num_live_neurons
 from smupar.plan.roles.infer import ParamRole
 from smupar.plan.roles.parameters import parent_path
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 MASKED = ("hidden", "router")  # roles of weights that may have a mask
 

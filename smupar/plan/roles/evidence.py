@@ -17,10 +17,10 @@ from smupar.plan.forward.flows import Dims
 from smupar.plan.forward.run import CannotRunError, Example
 from smupar.plan.forward.uses import Event, Usage, Use, WeightProduct
 from smupar.plan.forward.watcher import watch
+from smupar.plan.globs import layer_glob
 from smupar.plan.notes import Note
 from smupar.plan.roles.parameters import ParameterView, Seen
 from smupar.plan.scales.attention import find_attentions, is_inside
-from smupar.plan.settings import layer_glob
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,13 @@ from torch import nn
 
 from smupar.plan.facts.layers import kind_of
 from smupar.plan.forward.run import Example
+from smupar.plan.globs import layer_glob, match_globs
 from smupar.plan.notes import Note
 from smupar.plan.roles.evidence import Evidence, look
 from smupar.plan.roles.neighbours import Neighbours, RoleSetting
 from smupar.plan.roles.parameters import ParameterView, Shape, view_parameters
 from smupar.plan.roles.table import ASK, Case, case_of
-from smupar.plan.settings import layer_glob, match_globs, refuse
+from smupar.refusals import refuse
 from smupar.rules import ROLES
 
 GUESSED = Note(

@@ -23,7 +23,7 @@ from smupar.plan.facts.layers import (
     kind_of,
     num_groups,
 )
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 Shape = tuple[int, ...]
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from smupar.plan.scales.attention import find_attentions, numbers
 from smupar.plan.scales.source import evaluated, powers_in_source
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 
 CHOICES = ("ask", "base", "own")
 

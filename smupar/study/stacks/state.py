@@ -23,7 +23,7 @@ from smupar.lm.run.metrics import Row
 from smupar.lm.run.stack import GPTStack
 from smupar.output.files import sync_folder
 from smupar.output.json_files import DamagedFileError, read_record, write_sealed
-from smupar.plan.settings import refuse
+from smupar.refusals import refuse
 from smupar.study.stacks.division import Division
 from smupar.study.store import Study
 

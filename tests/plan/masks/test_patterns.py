@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import smupar
+from smupar.plan.globs import match_globs
 from smupar.plan.masks.allocations import allocate, as_density, er, erk, uniform
 from smupar.plan.masks.patterns import _exact_random, generator, parse_pattern
-from smupar.plan.settings import match_globs
 from tests.plan.nets import plan_mlp
 
 LINEAR = ((24, 32), (1,))

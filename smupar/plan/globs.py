@@ -1,24 +1,15 @@
-"""Checks settings: choices among words, numbers, and values by parameter name (``{"glob": value}``).
-
-The first glob that matches a name decides. A glob that matches nothing is refused.
-"""
+"""Values by parameter name, ``{"glob": value}``. The first glob that matches a name decides. A glob that matches nothing is
+refused."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
-from numbers import Real
-from operator import index
 from typing import TypeVar
 
+from smupar.refusals import refuse
+
 T = TypeVar("T")
-UNSTRUCTURED = ("random", "bernoulli")  # the patterns whose masks may move, since they allow any mask of a density
-
-
-def refuse(is_wrong: object, message: str) -> None:
-    if is_wrong:
-        raise ValueError(message)
 
 
 def match_globs(settings: Mapping[str, T], names: Iterable[str], *, setting: str, among: str) -> dict[str, T]:
@@ -40,28 +31,6 @@ def match_globs(settings: Mapping[str, T], names: Iterable[str], *, setting: str
     return {name: settings[glob] for name, glob in first_glob.items() if glob is not None}
 
 
-def choice(setting: str, value: object, allowed: Iterable[object]) -> None:
-    """Raises ValueError if the value is not one of the allowed ones."""
-    refuse(value not in allowed, f"{setting} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
-
-
 def layer_glob(name: str) -> str:
     """The name with stars instead of layer numbers, so that one line stands for all blocks."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-def whole(value: int, setting: str) -> int:
-    """The value, if it is a whole number."""
-    try:
-        return index(value)
-    except TypeError:
-        raise ValueError(f"{setting} must be a whole number, got {value!r}") from None
-
-
-def finite(value: float, setting: str) -> float:
-    """The value, if it is a finite number."""
-    refuse(
-        isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value),
-        f"{setting} must be a finite number, got {value!r}",
-    )
-    return float(value)
