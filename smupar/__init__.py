@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from smupar.execute.sparse.convert import StorageReport, dense_state_dict, sparsify_storage
     from smupar.execute.sparse.library import SparseWarning
     from smupar.execute.stacked import train_stacked
-    from smupar.model.attention import set_attention_scale
+    from smupar.model.attention_scale import set_attention_scale
     from smupar.model.parameterize import attach, parameterize
     from smupar.optim.groups import param_groups
     from smupar.optim.guard import LRRatioWarning, guard
@@ -36,7 +36,7 @@ __version__ = "0.2.0"
 _WHERE = {
     "parameterize": "model.parameterize",
     "attach": "model.parameterize",
-    "set_attention_scale": "model.attention",
+    "set_attention_scale": "model.attention_scale",
     "make_plan": "plan.make",
     "Plan": "plan.plan",
     "PlanWarning": "plan.plan",

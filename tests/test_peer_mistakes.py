@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import smupar
-from smupar.lm.config.run import ModelConfig
+from smupar.lm.config.run_config import ModelConfig
 from smupar.lm.model.gpt import GPT
 from tests.models import MLP, parameterized_mlp
 

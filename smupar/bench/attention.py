@@ -13,7 +13,7 @@ from tqdm import tqdm
 from smupar.bench.hardware import hardware
 from smupar.bench.random_text import random_text
 from smupar.execute.timing import Call, in_turns, seconds_of
-from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.lm.model.gpt import AttentionKernel
 from smupar.lm.run.distributed import pick_device
 from smupar.lm.run.stack import GPTStack, fastest_attention

@@ -30,7 +30,7 @@ from smupar.bench.stored import read_rows, write_rows
 from smupar.execute.sparse.convert import sparsify_storage
 from smupar.execute.sparse.packed import PACKED, PackedLinear, pack
 from smupar.execute.timing import best_of
-from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.lm.model.gpt import GPT, build
 from smupar.lm.use.export import folded
 from smupar.lm.use.generate import of_gpt

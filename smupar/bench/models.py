@@ -20,12 +20,12 @@ from tqdm import tqdm
 from smupar.bench.attention import bench_attention
 from smupar.bench.generate import bench_generate
 from smupar.bench.random_text import random_text
-from smupar.bench.sparse.run import bench_sparse
+from smupar.bench.sparse.compare import bench_sparse
 from smupar.bench.storage import bench_storage
 from smupar.execute.compiler_cache import guard_compiler_cache
 from smupar.execute.timing import Call, best_of, in_turns, seconds_of
 from smupar.lm.config.presets import gpt_610m
-from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.config.run_config import Execution, ModelConfig, RunConfig
 from smupar.lm.data.batches import read_batch
 from smupar.lm.data.shards import TokenizerInfo, open_tokens, write_tokens
 from smupar.lm.model.cost import peak_flops

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.lm.data.batches import Corpus, CorpusInfo
 from smupar.lm.data.shards import Tokens
 

@@ -25,7 +25,7 @@ from smupar.bench.random_text import random_text
 from smupar.bench.sparse.rows import Machine, measure_machine
 from smupar.bench.stored import read_rows, write_rows
 from smupar.execute.timing import in_turns, seconds_of
-from smupar.lm.config.run import Execution, ModelConfig, RunConfig, StorageName
+from smupar.lm.config.run_config import Execution, ModelConfig, RunConfig, StorageName
 from smupar.lm.model.cost import estimate
 from smupar.lm.run.distributed import World
 from smupar.lm.run.step import Stepper

@@ -20,7 +20,7 @@ from smupar.cli.flags import Arg, Typed
 from smupar.cli.loading import loading
 from smupar.cli.resolve import Request, resolve, resolve_training
 from smupar.lm.config.commands import CheckConfig, ExportConfig, GenerateConfig
-from smupar.lm.config.run import STANDARD_LIBRARY, Execution, MachineConfig, RunConfig
+from smupar.lm.config.run_config import STANDARD_LIBRARY, Execution, MachineConfig, RunConfig
 from smupar.lm.run.signals import TERMINATED
 from smupar.output.page.document import Tone
 from smupar.output.tables import aligned

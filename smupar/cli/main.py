@@ -23,7 +23,7 @@ from smupar.cli.help import hidden_words, show_commands
 from smupar.cli.help import show as show_help
 from smupar.cli.parser import Call, Command, did_you_mean, parse_flags
 from smupar.cli.resolve import Request, start
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.output.files import sentence_of
 from smupar.output.json_files import printable_lines
 from smupar.output.terminal import columns, is_terminal, make_streams_safe, wrapped

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from smupar.lm.config.fields import changed
 from smupar.lm.config.mask_methods import MASK_METHODS
 from smupar.lm.config.presets import preset
-from smupar.lm.config.run import RunConfig, padded_vocab
+from smupar.lm.config.run_config import RunConfig, padded_vocab
 from smupar.plan.facts.optimizers import has_adamw_beside, names_with
 from smupar.refusals import refuse
 from smupar.study.config import SHORT, TUNED, TransferConfig, TuneConfig

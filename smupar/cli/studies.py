@@ -13,7 +13,7 @@ from smupar.cli.commands import Folder, Run, request_of
 from smupar.cli.flags import Arg, Typed
 from smupar.cli.loading import loading
 from smupar.cli.resolve import resolve
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.output.pictures import missing_pictures
 from smupar.refusals import refuse
 from smupar.study.config import EngineConfig, TransferConfig, TuneConfig

@@ -1,10 +1,10 @@
 """Ways to run a step faster.
 
-stacked         trains many models of one shape as one
-batched         the parts of such a step
-attention       attention that can be stacked; products: products of linear layers on a CPU
-cuda_graphs     a step as one CUDA graph
-sparse          layers that keep only their non-zeros
-timing          the time of a step
-compiler_cache  a folder for torch.compile's cache; threads: their number
+stacked            trains many models of one shape as one
+stacked_step       the parts of such a step
+attention_kernels  attention that can be stacked; cpu_products: products of linear layers on a CPU
+cuda_graphs        a step as one CUDA graph
+sparse             layers that keep only their non-zeros
+timing             the time of a step
+compiler_cache     a folder for torch.compile's cache; threads: their number
 """

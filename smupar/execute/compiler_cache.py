@@ -10,7 +10,7 @@ import os
 import stat
 from pathlib import Path
 
-from smupar.output.private import NotPrivateError, cache_folder, private_folder
+from smupar.output.private_folders import NotPrivateError, cache_folder, private_folder
 
 _SETTING = "TORCHINDUCTOR_CACHE_DIR"
 

@@ -1,7 +1,8 @@
 """Trains many models of equal shapes as one batched model. Each model has its own rule, density, learning rate, seed and
 schedule.
 
-Parameters, masks and factors get a leading dimension of models, and one batched step (``batched``) replaces many small steps.
+Parameters, masks and factors get a leading dimension of models, and one batched step (``stacked_step``) replaces many
+small steps.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from smupar.execute.batched import CHANGES, BatchedLoss, LossFn, adam_in_place
 from smupar.execute.cuda_graphs import GraphedCall, Uploader, compile_static
+from smupar.execute.stacked_step import CHANGES, BatchedLoss, LossFn, adam_in_place
 from smupar.model.csr import MASK
 from smupar.model.factors import add_missing_factors
 from smupar.model.stacked_weight import StackedWeight

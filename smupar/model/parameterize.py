@@ -27,7 +27,7 @@ from typing import Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from smupar.model.attention import apply_attention
+from smupar.model.attention_scale import apply_attention
 from smupar.model.csr import MASK, expand_state, is_compressed
 from smupar.model.factors import BRANCH, FACTOR, no_broadcast, set_branch_factor, set_factor
 from smupar.model.gradients import gradient_mask

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from smupar.plan.scales.attention import FoundAttention
+from smupar.plan.scales.find_attention import FoundAttention
 from smupar.plan.scales.multipliers import set_multiplier
 
 _SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)

@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import fmean, geometric_mean, stdev
 from typing import Any
 
-from smupar.lm.config.run import STANDARD_LIBRARY, RunConfig
+from smupar.lm.config.run_config import STANDARD_LIBRARY, RunConfig
 from smupar.lm.run.folder import TRACE_FILE
 from smupar.paper.fig12 import with_moving_masks
 from smupar.paper.figure import NUM_SPREADS, USUAL_SPREAD, Claim, Figure, Rows, all_of

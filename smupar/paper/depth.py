@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.paper.figure import MORE, STABLE, Claim, Figure, Rows, all_of, edge, panel
 from smupar.paper.settings import Scale
 from smupar.rules import DEPTH_RULES
-from smupar.study.comparison import density_in_words
+from smupar.study.conventions import density_in_words
 from smupar.study.curves import LOSS, Panel
 from smupar.study.definition import curve_of
 from smupar.study.optima import Curve, farthest_move, times

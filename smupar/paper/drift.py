@@ -10,7 +10,7 @@ import re
 from statistics import fmean
 from typing import Any
 
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.output.files import write_atomic
 from smupar.output.tables import aligned
 from smupar.paper.decay import decay_run

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
 
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.output.colours import mixed, rule_colour
 from smupar.paper.figure import (
     NUM_SPREADS,
@@ -28,7 +28,7 @@ from smupar.paper.figure import (
     valid_loss,
 )
 from smupar.paper.settings import Scale
-from smupar.study.comparison import as_rule, density_in_words
+from smupar.study.conventions import as_rule, density_in_words
 from smupar.study.curves import Line, Panel, Point
 from smupar.study.run_configs import unique
 from smupar.study.store import Study

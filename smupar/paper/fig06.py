@@ -17,7 +17,7 @@ from smupar.paper.figure import (
     sweep_rules,
     title,
 )
-from smupar.study.comparison import density_in_words
+from smupar.study.conventions import density_in_words
 
 _SPARSE = 0.75
 

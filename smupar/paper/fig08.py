@@ -15,7 +15,7 @@ from smupar.paper.figure import (
     spread_of_seeds,
     title,
 )
-from smupar.study.comparison import density_in_words
+from smupar.study.conventions import density_in_words
 from smupar.study.curves import LOSS, Line, Panel, Point
 from smupar.study.optima import Curve
 

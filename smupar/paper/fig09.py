@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.paper.figure import STABLE, Claim, Figure, Rows, all_of, curves, moves_more, panels, runs_of, swept
 from smupar.paper.settings import Scale, iso_width
 from smupar.study.optima import farthest_move

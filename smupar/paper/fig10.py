@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import partial
 from statistics import fmean
 
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.paper.figure import (
     NUM_SPREADS,
     RULES,
@@ -24,7 +24,7 @@ from smupar.paper.figure import (
     widths,
 )
 from smupar.paper.settings import Scale, iso_width
-from smupar.study.comparison import as_rule, density_in_words
+from smupar.study.conventions import as_rule, density_in_words
 from smupar.study.curves import Panel
 from smupar.study.definition import by_seeds
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.paper.figure import Figure, curves, is_stable, panel, runs_of, swept
 from smupar.paper.settings import Scale, wpn_width
 

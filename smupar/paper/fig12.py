@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import replace
 
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.paper.figure import (
     RULES,
     STABLE,
@@ -27,7 +27,7 @@ from smupar.paper.figure import (
     title,
 )
 from smupar.paper.settings import Scale
-from smupar.study.comparison import density_in_words
+from smupar.study.conventions import density_in_words
 from smupar.study.curves import Panel
 from smupar.study.optima import Curve, farthest_move, times
 from smupar.study.run_configs import unique

@@ -26,11 +26,11 @@ from pathlib import Path
 from statistics import fmean, variance
 from typing import Any
 
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.output.colours import rule_colour
 from smupar.paper.settings import Scale
 from smupar.rules import get_rule
-from smupar.study.comparison import as_rule, density_in_words
+from smupar.study.conventions import as_rule, density_in_words
 from smupar.study.curves import LOSS, Line, Panel, Point, line_of
 from smupar.study.definition import by_seeds, curve_of
 from smupar.study.optima import STABLE as STABLE

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.output.page import write_page
 from smupar.output.page.document import Answer, Chart, Document, Tone
 from smupar.paper.figure import Claim, Figure, Place

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.paper.figure import STABLE, Claim, Figure, Rows, all_of, curve, panel, swept
 from smupar.paper.settings import Scale
 from smupar.study.optima import Curve, moved

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.lm.run.folder import versions
 from smupar.output.files import write_atomic
 from smupar.output.json_files import SEAL, read_object, read_text, seal_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.lm.data.batches import open_text
 from smupar.lm.model.cost import estimate
 from smupar.lm.run.folder import Summary

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from smupar import __version__
-from smupar.lm.config.run import STANDARD_LIBRARY, RunConfig, name_of_text, padded_vocab
+from smupar.lm.config.run_config import STANDARD_LIBRARY, RunConfig, name_of_text, padded_vocab
 from smupar.lm.data.shards import read_index
 from smupar.lm.model.cost import Cost, estimate
 from smupar.lm.run.distributed import device_name, pick_device

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from smupar.lm.config.presets import TABLE_3
-from smupar.lm.config.run import STANDARD_LIBRARY, ModelConfig, RunConfig
+from smupar.lm.config.run_config import STANDARD_LIBRARY, ModelConfig, RunConfig
 from smupar.output.tables import aligned
-from smupar.study.comparison import sp_init_std
+from smupar.study.conventions import sp_init_std
 
 ScaleName = Literal["cpu", "small", "paper"]
 

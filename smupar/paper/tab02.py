@@ -11,7 +11,7 @@ from typing import NamedTuple
 from smupar.integrations.eval_table import Results
 from smupar.integrations.lm_eval import evaluate, load_tasks
 from smupar.lm.config.commands import EvalConfig, ScoringConfig, TasksConfig
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.output.files import write_atomic
 from smupar.paper.figure import Claim, Figure, Place, Rows, runs_of, title
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from smupar.lm.config.presets import TABLE_3
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.output.colours import rule_colour
 from smupar.paper.figure import Claim, Figure, Rows
 from smupar.paper.settings import Scale

@@ -3,7 +3,7 @@ a neuron."""
 
 from __future__ import annotations
 
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.paper.figure import STABLE, Claim, Figure, Rows, curves, panel, swept
 from smupar.paper.settings import Scale
 from smupar.plan.make import MIN_WEIGHTS_PER_NEURON

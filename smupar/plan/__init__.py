@@ -2,7 +2,7 @@
 
 make, plan, summary    ``make_plan``, the plan, and the plan in a few lines
 reminders              what only the user can set, because hooks cannot
-values                 the initial values of parameters
+initial_values         the initial values of parameters
 masks                  which weights are kept, and how many of each layer
 roles                  which row of Table 1 each parameter belongs to
 depth                  which layers of model and base correspond; residual branches

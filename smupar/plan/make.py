@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from smupar.plan.depth.branches import branch_factors, own_init, refuse_scaled_twice
 from smupar.plan.depth.correspondence import Correspondence, correspond
-from smupar.plan.forward.run import Example
+from smupar.plan.forward.run_copy import Example
 from smupar.plan.globs import layer_glob
+from smupar.plan.initial_values import InitialValues, InitStdSetting
 from smupar.plan.masks.allocations import Allocation, as_density, uniform
 from smupar.plan.masks.patterns import parse_pattern, read_masks
 from smupar.plan.masks.sparsity import DensitySetting, Sparsity, decide_sparsity
@@ -25,9 +26,8 @@ from smupar.plan.reminders import make_reminders
 from smupar.plan.roles.evidence import NORMED_OUTPUT, Evidence, without_scores
 from smupar.plan.roles.infer import GUESSED, ParamRole, infer_roles
 from smupar.plan.roles.neighbours import RoleSetting
-from smupar.plan.scales.attention import named_like_attention
+from smupar.plan.scales.find_attention import named_like_attention
 from smupar.plan.scales.multipliers import Multiplier, chosen, find_multipliers, in_sums
-from smupar.plan.values import InitialValues, InitStdSetting
 from smupar.refusals import finite, refuse, whole
 from smupar.rules import SP, DepthRule, Rule, depth_factor, get_depth_rule, get_rule, two_terms
 

@@ -23,7 +23,7 @@ from smupar.plan.masks.patterns import parse_pattern
 from smupar.plan.notes import Note
 from smupar.plan.reminders import REMINDERS
 from smupar.plan.roles.parameters import parent_path
-from smupar.plan.scales.attention import AttentionChange
+from smupar.plan.scales.find_attention import AttentionChange
 from smupar.plan.scales.multipliers import Multiplier
 from smupar.refusals import refuse
 from smupar.rules import get_rule

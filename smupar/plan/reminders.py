@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import nn
 
 from smupar.plan.roles.infer import ParamRole
-from smupar.plan.scales.attention import FoundAttention, find_attentions, named_like_attention
+from smupar.plan.scales.find_attention import FoundAttention, find_attentions, named_like_attention
 from smupar.plan.scales.multipliers import Multiplier
 from smupar.rules import Rule
 

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args, get_type_hints
 
-from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.refusals import refuse
 from smupar.study.run_configs import refuse_unknown_field, with_fields
 

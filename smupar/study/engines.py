@@ -16,7 +16,7 @@ from functools import partial
 import torch
 
 from smupar.execute.timing import seconds_of
-from smupar.lm.config.run import Execution, RunConfig
+from smupar.lm.config.run_config import Execution, RunConfig
 from smupar.lm.data.batches import Corpus, open_text
 from smupar.lm.model.cost import estimate
 from smupar.lm.run.distributed import device_name, pick_device

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.lm.model.cost import Cost, estimate, in_words, peak_flops
 from smupar.lm.run.distributed import device_name, pick_device
 from smupar.lm.run.stack import stack_key

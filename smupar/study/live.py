@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.output.files import changed_at, is_alive
 from smupar.output.json_files import read_record, sealed_json, write_sealed
 from smupar.output.page.document import Worker, finite

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.lm.run.folder import Summary
 from smupar.lm.run.metrics import Row
 from smupar.output.progress import Status

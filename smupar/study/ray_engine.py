@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.lm.model.cost import estimate
 from smupar.lm.run.distributed import device_name
 from smupar.lm.run.folder import Summary

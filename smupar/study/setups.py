@@ -7,11 +7,11 @@ from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.refusals import refuse
 from smupar.rules import get_rule
-from smupar.study.comparison import as_rule, sp_init_std
 from smupar.study.config import TransferConfig
+from smupar.study.conventions import as_rule, sp_init_std
 from smupar.study.run_configs import with_fields
 
 MEASURED, MOMENT = "measured", "moment"

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from smupar.execute.threads import cpu_threads
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.lm.data.batches import open_text
 from smupar.lm.model.gpt import plan_on_meta
 from smupar.lm.run.signals import ended_by_sigterm

@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, Any
 
 from smupar import __version__
 from smupar.lm.config.fields import default_of, differences, flat
-from smupar.lm.config.run import LATER_FIELDS, RunConfig
+from smupar.lm.config.run_config import LATER_FIELDS, RunConfig
 from smupar.lm.run.metrics import METRICS_FILE, Row, metrics_line
+from smupar.output.checksums import SUMS
 from smupar.output.files import locked, refuse_other_files, write_atomic
 from smupar.output.json_files import DamagedFileError, printable, read_object, read_record, write_sealed
 from smupar.output.optional import optional
-from smupar.output.sums import SUMS
 from smupar.refusals import refuse
 from smupar.study.config import TransferConfig
 from smupar.study.run_configs import unique

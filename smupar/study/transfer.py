@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.output.page.document import Answer, Tone
 from smupar.refusals import refuse
-from smupar.study.comparison import density_in_words
 from smupar.study.config import TransferConfig
+from smupar.study.conventions import density_in_words
 from smupar.study.curves import LOSS, Line, Panel, Point, line_of
 from smupar.study.definition import Findings, Stage, StudyDefinition, curve_of, seeds_of, with_more_seeds
 from smupar.study.optima import STABLE, Curve, farthest_move, is_lower_bound, move_in_words, moved, times

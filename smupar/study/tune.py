@@ -15,7 +15,7 @@ import numpy as np
 
 from smupar import __version__
 from smupar.lm.config.fields import flat
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.output.files import write_atomic
 from smupar.output.json_files import read_object, sealed_json
 from smupar.output.optional import optional

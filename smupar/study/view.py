@@ -19,12 +19,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 from smupar.lm.config.fields import flat
-from smupar.lm.config.run import LATER_FIELDS, ModelConfig, RunConfig
+from smupar.lm.config.run_config import LATER_FIELDS, ModelConfig, RunConfig
 from smupar.lm.run.metrics import METRICS_FILE, read_rows
+from smupar.output.checksums import refuse_lost_seal
 from smupar.output.json_files import WRONG_TYPES, DamagedFileError, as_record, printable, read_object
 from smupar.output.page import write_page
 from smupar.output.page.document import Chart, Document, PageProgress, PageTable, finite, thinned
-from smupar.output.sums import refuse_lost_seal
 from smupar.refusals import refuse
 from smupar.rules import get_rule
 from smupar.study.curves import Panel, chart_of

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from smupar.lm.config.fields import flat
-from smupar.lm.config.run import LATER_FIELDS
+from smupar.lm.config.run_config import LATER_FIELDS
 from smupar.lm.run.metrics import METRICS_FILE, read_rows
 from smupar.output.files import changed_at
 from smupar.output.json_files import WRONG_TYPES, DamagedFileError, read_object

@@ -7,7 +7,7 @@ import pytest
 from smupar.bench import storage
 from smupar.bench.attention import bench_attention
 from smupar.bench.storage import bench_storage
-from smupar.lm.config.run import ModelConfig
+from smupar.lm.config.run_config import ModelConfig
 from smupar.lm.model.gpt import on_meta
 
 TINY = {"repeats": 1, "device": "cpu", "widths": (32,), "depth": 1, "tokens": 32, "seq_len": 16}

@@ -11,7 +11,7 @@ from smupar.cli.main import parse
 from smupar.cli.resolve import Request, resolve, resolve_training, start
 from smupar.lm.config.fields import changed
 from smupar.lm.config.presets import PRESETS, TABLE_3, preset
-from smupar.lm.config.run import LATER_FIELDS, ModelConfig, RunConfig
+from smupar.lm.config.run_config import LATER_FIELDS, ModelConfig, RunConfig
 from smupar.lm.config.run_id import FIRST_FIELDS
 from smupar.study.config import TransferConfig, TuneConfig
 

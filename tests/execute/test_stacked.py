@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 import smupar
 from smupar.execute.cuda_graphs import compile_static
 from smupar.execute.stacked import Hyperparameters, Stack, train_stacked
-from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.config.run_config import Execution, ModelConfig, RunConfig
 from smupar.lm.data.batches import open_text, read_batch
 from smupar.lm.model.gpt import build
 from smupar.lm.run.distributed import World
@@ -280,7 +280,7 @@ def test_models_are_made_in_threads_that_leave_torchs_compiler_alone():
     code = f"""
 import threading, torch, torch._dynamo
 torch._dynamo.reset = lambda: print(threading.current_thread() is threading.main_thread())
-from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.lm.data.batches import open_text, read_batch
 from smupar.lm.run.stack import GPTStack
 config = RunConfig(model=ModelConfig(width=64, depth=1), steps=1, batch_size=4, seq_len=32, data={words()!r})

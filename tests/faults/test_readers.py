@@ -16,8 +16,8 @@ from smupar.lm.run.folder import read_config, read_corpus_info, read_summary
 from smupar.lm.run.metrics import damaged_rows
 from smupar.lm.use.load import read_export
 from smupar.lm.use.score import read_requests, read_scores
+from smupar.output.checksums import read_sums
 from smupar.output.json_files import SEAL
-from smupar.output.sums import read_sums
 from smupar.paper.publish import read_published, results
 from smupar.plan.plan import Plan
 from smupar.study.tune import doubts, read_hps

@@ -19,7 +19,7 @@ from smupar.cli import main as cli
 from smupar.integrations.eval_table import Number, with_average
 from smupar.integrations.lm_eval import evaluate, load_tasks, read_documents, tabulate, write_requests
 from smupar.lm.config.commands import EvalConfig, ExportConfig, ScoringConfig, TasksConfig
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.lm.data.tokenizer import Tokenizer
 from smupar.lm.use.export import export
 from smupar.lm.use.load import load_model

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import smupar
-from smupar.lm.config.run import ModelConfig
+from smupar.lm.config.run_config import ModelConfig
 from smupar.lm.model.gpt import BRANCHES, GPT
 from tests.loops import assert_same_tensors, loss_of
 from tests.ranks import WORLD, full, on_two_ranks

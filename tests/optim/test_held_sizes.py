@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.config.run_config import Execution, ModelConfig, RunConfig
 from smupar.lm.data.batches import open_text
 from smupar.lm.run.distributed import World
 from smupar.lm.run.stack import GPTStack

@@ -11,7 +11,7 @@ import torch
 
 from smupar.lm.config.commands import ExportConfig
 from smupar.lm.config.presets import TABLE_3
-from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.lm.model.gpt import plan_on_meta
 from smupar.lm.use.export import export
 from smupar.output.page import read_page

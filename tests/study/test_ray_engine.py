@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.study import ray_engine
 from smupar.study.engines import execute
 from smupar.study.ray_engine import execute_on_ray, split, tasks_of

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.study.report import write_report
 from smupar.study.store import Study
 from tests.study.tiny import summary

@@ -14,7 +14,7 @@ import pytest
 import smupar
 from smupar.cli.main import main
 from smupar.lm.config.commands import PrepareConfig
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.lm.data.prepare import prepare
 from smupar.output.files import locked
 from smupar.output.page import read_page

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.study.store import Study
 from smupar.study.sweep import define_sweep
 from tests.study.tiny import summary

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from smupar.cli.main import main
-from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.output.json_files import sealed_json
 from smupar.study.config import TUNED, EngineConfig, TuneConfig
 from smupar.study.run_configs import with_fields

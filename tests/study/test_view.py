@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.output.page import read_page
 from smupar.study.config import EngineConfig
 from smupar.study.live import read_planned, read_signs, repeated, write_planned

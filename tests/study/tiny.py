@@ -2,7 +2,7 @@
 
 import multiprocessing
 
-from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.lm.run.folder import Summary
 from smupar.study.engines import execute
 from smupar.study.store import Study

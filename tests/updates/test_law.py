@@ -8,7 +8,7 @@ from statistics import fmean
 import pytest
 import torch
 
-from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.config.run_config import Execution, ModelConfig, RunConfig
 from smupar.lm.data.batches import open_text
 from smupar.lm.run.schedule import lr_share
 from smupar.lm.run.stack import GPTStack

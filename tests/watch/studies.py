@@ -4,7 +4,7 @@ import json
 import math
 
 from smupar import __version__
-from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.study.config import TransferConfig
 from smupar.study.transfer import define_transfer, proposals
 

@@ -6,8 +6,8 @@ are counted at the speed of a dense product: six for each non-zero and token, or
 indices count with 8 bytes for each non-zero. The floors of a layer's passes and of a product leave indices out, so that they
 also hold for backends with hardly any index.
 
-run     ``bench_sparse``: runs all cases for a device, and makes the table and the picture
-rows    rows of the table; stacks of hidden layers; the floor
-cpu     hidden layers and a GPT on a CPU
-gpu     a layer, its product and hidden layers on a GPU
+compare  ``bench_sparse``: runs all cases for a device, and makes the table and the picture
+rows     rows of the table; stacks of hidden layers; the floor
+cpu      hidden layers and a GPT on a CPU
+gpu      a layer, its product and hidden layers on a GPU
 """

@@ -18,7 +18,7 @@ from smupar.bench.sparse.rows import HiddenLayers, Machine, Row, hidden_layers, 
 from smupar.execute.sparse.convert import sparsify_storage
 from smupar.execute.sparse.cpu import Torch
 from smupar.execute.timing import in_turns, seconds_of, training_step
-from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.lm.model.gpt import build
 from smupar.optim.groups import param_groups
 

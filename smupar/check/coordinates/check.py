@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from smupar.check.coordinates.grid import Grid, MakeModel
+from smupar.check.coordinates.grid_run import GridRun, MakeOptimizer, Training
 from smupar.check.coordinates.measure import JUDGED, Cell
 from smupar.check.coordinates.report import Report
-from smupar.check.coordinates.run import GridRun, MakeOptimizer, Training
-from smupar.check.whole_run.run import LongRun
+from smupar.check.whole_run.long_run import LongRun
 from smupar.output.progress import Display, Status
 from smupar.plan.make import Settings
 from smupar.plan.plan import Plan

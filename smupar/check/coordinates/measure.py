@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from smupar.check.coordinates.calls import SampledCall, WholeCall, first_tensor, kept_call
 from smupar.check.coordinates.depth import SAME_DEPTH, Layers
-from smupar.model.attention import QUERY_FACTOR
+from smupar.model.attention_scale import QUERY_FACTOR
 from smupar.plan.facts.layers import kind_of
 from smupar.plan.plan import Plan, PlanRow
 from smupar.plan.roles.parameters import parent_path

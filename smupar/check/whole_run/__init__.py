@@ -1,7 +1,7 @@
 """The check over a whole run: do updates keep their size until the end?
 
-run     trains and observes the models of the grid
-drift   how sizes depend on width, density and depth at each observed step (a look)
-causes  likely causes of a drift
-report  the result in words and as JSON
+long_run  trains and observes the models of the grid
+drift     how sizes depend on width, density and depth at each observed step (a look)
+causes    likely causes of a drift
+report    the result in words and as JSON
 """

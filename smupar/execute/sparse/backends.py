@@ -1,6 +1,6 @@
 """The backends of sparse layers, by name. They share one layer class, ``SparseLinear``, and differ in the kernel that
 multiplies. A new backend needs a ``GpuKernel``, a line in ``_GPU_KERNELS``, and its name among the choices of
-``Execution.storage`` in ``lm/config/run``."""
+``Execution.storage`` in ``lm/config/run_config``."""
 
 from __future__ import annotations
 

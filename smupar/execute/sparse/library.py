@@ -24,7 +24,7 @@ from functools import cache, partial
 from pathlib import Path
 
 from smupar.output.files import sync, sync_folder
-from smupar.output.private import cache_folder, private_folder, private_temporary_folder, read_own
+from smupar.output.private_folders import cache_folder, private_folder, private_temporary_folder, read_own
 
 _SOURCE = Path(__file__).with_name("kernel.cpp")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-shared", "-fPIC", "-Wno-ignored-attributes", "-Wno-psabi")

@@ -17,16 +17,16 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from smupar.integrations.huggingface.folding import folded, has_two_factors, outputs, same
 from smupar.integrations.huggingface.inputs import forward_passes
-from smupar.model.attention import set_scales
+from smupar.model.attention_scale import set_scales
 from smupar.model.csr import MASK, expand_state, is_compressed
 from smupar.model.parameterize import add_masks, attach, let_masks_move
 from smupar.model.weights import weight_of
+from smupar.output.checksums import SUMS, UncheckedWarning, check_sums, write_sums
 from smupar.output.files import refuse_existing, whole_folder, write_atomic
 from smupar.output.json_files import read_text
 from smupar.output.optional import first_line
-from smupar.output.sums import SUMS, UncheckedWarning, check_sums, write_sums
 from smupar.plan.plan import PLAN_FILE, Plan, PlanWarning
-from smupar.plan.scales.attention import AttentionChange, find_attentions
+from smupar.plan.scales.find_attention import AttentionChange, find_attentions
 from smupar.refusals import refuse
 from smupar.rules import SP
 

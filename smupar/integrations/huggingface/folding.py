@@ -22,7 +22,7 @@ from smupar.integrations.huggingface.inputs import forward_passes
 from smupar.model.queries import find_queries, quiet
 from smupar.plan.facts.layers import kind_of
 from smupar.plan.plan import Plan
-from smupar.plan.scales.attention import FoundAttention, find_attentions
+from smupar.plan.scales.find_attention import FoundAttention, find_attentions
 from smupar.plan.scales.multipliers import Multiplier, set_multiplier
 
 _EXPONENTS = (1.0, -1.0, 0.5, -0.5)  # a number may act as a factor, a divisor, or by its root

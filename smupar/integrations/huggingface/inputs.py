@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from smupar.plan.forward.run import run_copy
+from smupar.plan.forward.run_copy import run_copy
 
 NUM_TOKENS = 6
 NUM_SAMPLES = 3200  # samples of raw sound

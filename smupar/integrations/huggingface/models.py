@@ -16,8 +16,8 @@ from smupar.integrations.huggingface.families import FAMILIES, base_config
 from smupar.integrations.huggingface.folders import keep_plan
 from smupar.integrations.huggingface.inputs import fitting, forward_passes
 from smupar.model import parameterize as apply
-from smupar.model.attention import call, set_scales
-from smupar.plan.forward.run import Example, copied_to
+from smupar.model.attention_scale import call, set_scales
+from smupar.plan.forward.run_copy import Example, copied_to
 from smupar.plan.make import Settings
 from smupar.plan.notes import Note
 from smupar.plan.plan import Plan, PlanWarning

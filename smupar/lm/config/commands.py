@@ -1,5 +1,5 @@
-"""The configurations of prepare, check, generate, export and eval, as frozen dataclasses. Runs have theirs in ``run``, and
-studies in ``smupar.study.config``."""
+"""The configurations of prepare, check, generate, export and eval, as frozen dataclasses. Runs have theirs in
+``run_config``, and studies in ``smupar.study.config``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.lm.config.validation import (
     check_choices,
     check_not_negative,

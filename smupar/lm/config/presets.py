@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.config.run_config import ModelConfig, RunConfig
 
 # The paper's values, found on its dense proxy of width 256.
 TABLE_3 = {"init_std": 0.08665602, "lr": 1.62e-2, "alpha_input": 9.1705, "alpha_output": 1.0951835}

@@ -14,7 +14,7 @@ from smupar.rules import get_rule
 from smupar.updates.law import parse_law
 
 if TYPE_CHECKING:
-    from smupar.lm.config.run import ModelConfig, RunConfig
+    from smupar.lm.config.run_config import ModelConfig, RunConfig
 
 _LARGEST = 1e30  # beyond it fp32 overflows
 _ROUNDING = 1e-3  # allowed difference between a typed sparsity and the one that a pattern fixes

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from smupar.lm.config.run import STANDARD_LIBRARY, RunConfig, padded_vocab
+from smupar.lm.config.run_config import STANDARD_LIBRARY, RunConfig, padded_vocab
 from smupar.lm.data.shards import Tokens, open_tokens, read_index, verify
 from smupar.lm.data.tokenizer import TOKENIZER_FILE, Tokenizer, read_definition
 from smupar.refusals import refuse

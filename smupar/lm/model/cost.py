@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from smupar.execute.timing import seconds_of
-from smupar.lm.config.run import Execution, RunConfig
+from smupar.lm.config.run_config import Execution, RunConfig
 from smupar.lm.model.gpt import plan_on_meta
 from smupar.plan.facts.optimizers import facts_for_role, family_of
 from smupar.plan.plan import Plan, PlanRow

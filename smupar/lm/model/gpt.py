@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from smupar.execute.attention import fused_alibi, fused_attention
-from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.execute.attention_kernels import fused_alibi, fused_attention
+from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.model.parameterize import add_masks, parameterize
 from smupar.plan.make import Settings, make_plan
 from smupar.plan.masks.allocations import Allocation, er, erk

@@ -27,9 +27,9 @@ from smupar.lm.run.tensor_files import read_tensors, stored_tensors, write_tenso
 from smupar.model.csr import COLUMNS, MASK, ROW_STARTS, expand_state, is_compressed
 from smupar.model.relayout import watch_optimizers
 from smupar.model.weights import ModelWeight, weight_of
+from smupar.output.checksums import SUMS, Parts, UncheckedWarning, read_sums, refuse_lost_seal, write_sums, wrong_parts
 from smupar.output.files import sync_folder, write_atomic
 from smupar.output.json_files import DamagedFileError, is_sealed, read_object, sealed_json
-from smupar.output.sums import SUMS, Parts, UncheckedWarning, read_sums, refuse_lost_seal, write_sums, wrong_parts
 
 STATE, MODEL, OPTIMIZER = "state.json", "model", "optimizer"
 # What torch and others raise if a file is damaged.

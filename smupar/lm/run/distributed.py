@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from smupar.lm.config.run import Execution, RunConfig
+from smupar.lm.config.run_config import Execution, RunConfig
 from smupar.lm.model.gpt import GPT, on_meta, parameterized
 from smupar.lm.run.signals import ended_by_sigint
 from smupar.model.factors import no_broadcast

@@ -34,15 +34,15 @@ import xxhash
 
 from smupar import __version__
 from smupar.lm.config.fields import differences, flat
-from smupar.lm.config.run import STANDARD_LIBRARY, RunConfig
+from smupar.lm.config.run_config import STANDARD_LIBRARY, RunConfig
 from smupar.lm.data.batches import Corpus, CorpusInfo
 from smupar.lm.data.tokenizer import TOKENIZER_FILE
 from smupar.lm.run import checkpoint
 from smupar.lm.run.distributed import ALONE
 from smupar.lm.run.metrics import METRICS_FILE, Row, metrics_line, read_rows
+from smupar.output.checksums import SUMS, refuse_lost_seal, write_sums
 from smupar.output.files import locked, read_plain, refuse_other_files, write_atomic, writing
 from smupar.output.json_files import read_record, read_text, write_sealed
-from smupar.output.sums import SUMS, refuse_lost_seal, write_sums
 from smupar.refusals import refuse
 from smupar.updates.observation import OBSERVED_FILE, Observation
 from smupar.updates.trace import Trace

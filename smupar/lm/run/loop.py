@@ -3,7 +3,7 @@
 It trains a ``Stepper`` or a ``GPTStack``: ``step`` makes a step of all runs and returns their losses, which stay on the
 device, and ``validate`` returns a loss for each run. Rows and checkpoints go to a ``Keeper``, which writes into the run's
 folder, or for a stack writes the rows and the state of all its runs from time to time. The coordinate check
-(check/coordinates/run.py) has its own loop.
+(check/coordinates/grid_run.py) has its own loop.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Loop:
         for step in range(self.done, self.cadence.steps):
             self.pending.append(self.runs.step(step))
             if self.cadence.looks(step + 1) or self.slow or (alone and (self.stop.requested or self._waited_long())):
-                status = self._look(step + 1)
+                status = self._collect(step + 1)
                 if status is not None:
                     return status
                 self.since = time.perf_counter()
@@ -158,7 +158,7 @@ class Loop:
         self.keeper.save(self.progress)
         return True
 
-    def _look(self, done: int) -> Status | None:
+    def _collect(self, done: int) -> Status | None:
         """Does everything that is due after a step. Returns the status if the loop ends."""
         losses = self._fetch()
         self.done, seconds = done, time.perf_counter() - self.since

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.lm.model.gpt import GPT
 from smupar.optim.groups import groups_by_optimizer
 from smupar.plan.facts.optimizers import facts_of

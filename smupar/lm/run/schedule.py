@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 
 # Share of the peak at the end: Table 4's "10x" decay.
 _FINAL_SHARE = 0.1

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from smupar.execute.stacked import SUPPORTED, Hyperparameters, Stack
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.lm.data.batches import Corpus, read_batch
 from smupar.lm.data.shards import Tokens
 from smupar.lm.model.gpt import GPT, AttentionKernel, build, ends_of_branches, use_attention
 from smupar.lm.run import checkpoint
+from smupar.lm.run.after_step import make_stacked_held_sizes, make_stacked_sparsifier, read_trace
 from smupar.lm.run.distributed import World
-from smupar.lm.run.dynamics import make_stacked_held_sizes, make_stacked_sparsifier, read_trace
 from smupar.lm.run.folder import Summary, write_corpus_info
 from smupar.lm.run.schedule import lr_share
 from smupar.lm.run.step import next_token_loss
@@ -32,7 +32,7 @@ from smupar.updates.stacked import StackedUpdates
 from smupar.updates.trace import Trace
 
 # Fields in which the runs of a stack may differ. ``build`` (model, plan, masks), ``hyperparameters``, ``lr_share``, ``_batch``
-# and ``lm/run/dynamics`` read these from each run's own configuration. All other fields are in ``stack_key``.
+# and ``lm/run/after_step`` read these from each run's own configuration. All other fields are in ``stack_key``.
 STACKABLE_FIELDS: tuple[str, ...] = (
     *(
         "rule",
@@ -102,15 +102,16 @@ class GPTStack:
             dtype=torch.bfloat16 if first.dtype == "bf16" else None,
             own_batches=self.own_batches,
         )
-        self._set_moving(plans)
+        self._set_plans(plans)
 
     def refill(self, configs: Sequence[RunConfig]) -> None:
         models, plans = self._build(configs)
         assert self.own_batches or len(self.seeds) == 1, "runs of a stack with shared batches must have one seed"
         self.stack.refill(models, plans, [hyperparameters(config) for config in configs])
-        self._set_moving(plans)
+        self._set_plans(plans)
 
-    def _set_moving(self, plans: list[Plan]) -> None:
+    def _set_plans(self, plans: list[Plan]) -> None:
+        """Keeps the plans, and makes what they need beside a step: measured updates, held sizes, and masks that move."""
         self.plans = plans
         first, traces = self.configs[0], [read_trace(config) for config in self.configs]
         measured = first.record or any(trace is not None for trace in traces)

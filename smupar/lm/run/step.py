@@ -13,16 +13,16 @@ from torch import Tensor, nn
 
 from smupar.check.audit.audit import audit
 from smupar.execute.compiler_cache import guard_compiler_cache
+from smupar.execute.cpu_products import fast_products
 from smupar.execute.cuda_graphs import GraphedCall, Uploader, compile_static
-from smupar.execute.products import fast_products
 from smupar.execute.sparse.convert import StorageReport, sparsify_storage
-from smupar.lm.config.run import Execution, RunConfig
+from smupar.lm.config.run_config import Execution, RunConfig
 from smupar.lm.data.batches import Corpus, read_batch
 from smupar.lm.data.shards import Tokens
 from smupar.lm.model.cost import fitting_micro_batch
 from smupar.lm.model.gpt import use_flex_attention
+from smupar.lm.run.after_step import make_held_sizes, make_sparsifier, read_trace
 from smupar.lm.run.distributed import World, accumulate, build_on_device, reshard, wrap
-from smupar.lm.run.dynamics import make_held_sizes, make_sparsifier, read_trace
 from smupar.lm.run.optimizers import make_optimizers, set_lr
 from smupar.lm.run.schedule import lr_share
 from smupar.plan.facts.optimizers import facts_of
@@ -67,7 +67,7 @@ class Stepper:
         )
         self.optimizers = make_optimizers(self.model, self.plan, config, capturable=how.graph)
         audit(self.model, self.plan, self.optimizers)
-        self.updates = self._updates(trace or read_trace(config))
+        self.updates = self._measured_updates(trace or read_trace(config))
         self.observer = observe(self.model, self.plan, self.optimizers, steps=config.steps) if how.observe else None
         self.held_sizes = make_held_sizes(self.model, self.plan, config)
         self.sparsifier = make_sparsifier(self.model, self.plan, self.optimizers, config)
@@ -75,7 +75,7 @@ class Stepper:
         self.loss_fn = next_token_loss
         if compiled:
             self._compile(flex=on_gpu and config.model.positions == "alibi")
-        self._update: Callable[..., Tensor] = GraphedCall(self._passes) if how.graph else self._passes
+        self._call: Callable[..., Tensor] = GraphedCall(self._passes) if how.graph else self._passes
 
     def _keep_nonzeros(self, how: Execution) -> StorageReport | None:
         if how.storage == "dense":
@@ -94,7 +94,7 @@ class Stepper:
                 captured=how.graph,
             )
 
-    def _updates(self, trace: Trace | None) -> Recorder | Follower | None:
+    def _measured_updates(self, trace: Trace | None) -> Recorder | Follower | None:
         refuse(
             self.config.law,
             f"law {self.config.law!r} is for sweeps and `smupar reproduce controls`, which stack runs: leave it out",
@@ -153,7 +153,7 @@ class Stepper:
     def step(self, step: int) -> Tensor:
         set_lr(self.optimizers, lr_share(step, self.config))
         with self._uncompiled_if_observed():
-            return self._update(*self._batch(self.corpus.train, self.config.seed, step)).clone()
+            return self._call(*self._batch(self.corpus.train, self.config.seed, step)).clone()
 
     def _passes(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Does the whole step: all micro-batches, the optimizers, the sparsifier, and, with decay "held", scaling hidden

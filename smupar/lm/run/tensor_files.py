@@ -20,8 +20,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 
 from smupar.lm.run.distributed import World
+from smupar.output.checksums import Parts, parts_of
 from smupar.output.files import sync_folder
-from smupar.output.sums import Parts, parts_of
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor], world: World) -> dict[str, Parts]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from smupar.lm.config.run import Execution, RunConfig
+from smupar.lm.config.run_config import Execution, RunConfig
 from smupar.lm.run.metrics import Row
 from smupar.output.files import write_atomic
 

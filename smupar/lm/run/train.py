@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from smupar.execute.threads import cpu_threads
-from smupar.lm.config.run import Execution, RunConfig
+from smupar.lm.config.run_config import Execution, RunConfig
 from smupar.lm.data.batches import Corpus, open_text
 from smupar.lm.model.cost import peak_flops
 from smupar.lm.run import checkpoint

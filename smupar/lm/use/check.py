@@ -12,7 +12,7 @@ from smupar.check.coordinates.check import coord_check
 from smupar.check.coordinates.report import Report
 from smupar.execute.threads import cpu_threads
 from smupar.lm.config.commands import CheckConfig
-from smupar.lm.config.run import ModelConfig
+from smupar.lm.config.run_config import ModelConfig
 from smupar.lm.data.batches import read_batch, split, standard_library
 from smupar.lm.model.gpt import BRANCHES, GPT, set_attention_scale
 from smupar.lm.run.distributed import pick_device

@@ -19,9 +19,9 @@ from smupar.lm.use.load import EXPORT_FORMAT, LoadedRun, load_run
 from smupar.model.csr import compress_export
 from smupar.model.factors import BRANCH, FACTOR
 from smupar.model.parameterize import mask_of
+from smupar.output.checksums import write_sums
 from smupar.output.files import refuse_existing, whole_folder, write_atomic
 from smupar.output.json_files import write_sealed
-from smupar.output.sums import write_sums
 from smupar.plan.plan import PLAN_FILE
 from smupar.refusals import refuse
 

@@ -11,17 +11,17 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.lm.data.tokenizer import Tokenizer, read_tokenizer
 from smupar.lm.model.gpt import GPT
 from smupar.lm.run import checkpoint
 from smupar.lm.run.distributed import ALONE, World, build_on_device
 from smupar.lm.run.folder import read_config, read_corpus_info
 from smupar.model.csr import expand_export
+from smupar.output.checksums import SUMS, UncheckedWarning, check_sums
 from smupar.output.files import resolved
 from smupar.output.json_files import DamagedFileError, is_sealed, read_object, read_record
 from smupar.output.optional import first_line, optional
-from smupar.output.sums import SUMS, UncheckedWarning, check_sums
 from smupar.plan.plan import PLAN_FILE, Plan, PlanWarning
 from smupar.refusals import refuse
 

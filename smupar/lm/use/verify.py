@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.lm.data.shards import BAR_BYTES, INDEX, PROGRESS, check_sizes, read_index, wrong_shards
 from smupar.lm.data.tokenizer import read_tokenizer
 from smupar.lm.run import checkpoint
@@ -32,8 +32,8 @@ from smupar.lm.run.folder import (
 )
 from smupar.lm.run.metrics import METRICS_FILE, damaged_rows
 from smupar.lm.use.load import is_export, read_export
+from smupar.output.checksums import SUMS, Parts, read_sums, wrong_parts
 from smupar.output.json_files import is_sealed
-from smupar.output.sums import SUMS, Parts, read_sums, wrong_parts
 from smupar.plan.plan import PLAN_FILE
 from smupar.refusals import refuse
 from smupar.updates.trace import Trace

@@ -20,7 +20,7 @@ from torch import nn
 
 from smupar.plan.depth.correspondence import Correspondence
 from smupar.plan.facts.layers import kind_of
-from smupar.plan.forward.run import CannotRunError, Example
+from smupar.plan.forward.run_copy import CannotRunError, Example
 from smupar.plan.forward.uses import Usage
 from smupar.plan.forward.watcher import watch
 from smupar.plan.globs import layer_glob, match_globs

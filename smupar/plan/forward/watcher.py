@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from smupar.plan.forward.cache import cached
 from smupar.plan.forward.flows import Dims, Flow
 from smupar.plan.forward.operations import Operations
-from smupar.plan.forward.remembered import remembered
-from smupar.plan.forward.run import Example, run_copy
+from smupar.plan.forward.run_copy import Example, run_copy
 from smupar.plan.forward.uses import Output, Usage
 
 
@@ -39,7 +39,7 @@ def watch(model: nn.Module, example: Example, *, scaling: Mapping[str, Dims], re
         operations.end_products()
         return operations.usage
 
-    return remembered(model, (example, scaling, reads), lambda: run_copy(model, example, run))
+    return cached(model, (example, scaling, reads), lambda: run_copy(model, example, run))
 
 
 _SLICES = ("split", "split_with_sizes", "unsafe_split", "unsafe_split_with_sizes", "slice")

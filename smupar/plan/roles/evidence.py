@@ -14,13 +14,13 @@ from torch import nn
 
 from smupar.plan.depth.correspondence import correspond
 from smupar.plan.forward.flows import Dims
-from smupar.plan.forward.run import CannotRunError, Example
+from smupar.plan.forward.run_copy import CannotRunError, Example
 from smupar.plan.forward.uses import Event, Usage, Use, WeightProduct
 from smupar.plan.forward.watcher import watch
 from smupar.plan.globs import layer_glob
 from smupar.plan.notes import Note
 from smupar.plan.roles.parameters import ParameterView, Seen
-from smupar.plan.scales.attention import find_attentions, is_inside
+from smupar.plan.scales.find_attention import find_attentions, is_inside
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Evidence:
     in_sums: frozenset[tuple[str, float]] = frozenset()  # (module path, a number that multiplies only sums over the width)
 
 
-def look(
+def evidence_of(
     tensors: list[ParameterView], model: nn.Module, base: nn.Module, delta: nn.Module | None, example: Example | None
 ) -> Evidence:
     """Runs the base on the example, and adds to each parameter of the model how the pass uses it."""

@@ -16,10 +16,10 @@ from types import EllipsisType
 from torch import nn
 
 from smupar.plan.facts.layers import kind_of
-from smupar.plan.forward.run import Example
+from smupar.plan.forward.run_copy import Example
 from smupar.plan.globs import layer_glob, match_globs
 from smupar.plan.notes import Note
-from smupar.plan.roles.evidence import Evidence, look
+from smupar.plan.roles.evidence import Evidence, evidence_of
 from smupar.plan.roles.neighbours import Neighbours, RoleSetting
 from smupar.plan.roles.parameters import ParameterView, Shape, view_parameters
 from smupar.plan.roles.table import ASK, Case, case_of
@@ -76,7 +76,7 @@ def infer_roles(
 ) -> tuple[list[ParamRole], Evidence]:
     """The role of every parameter, in the model's order, and what the example showed. Raises ValueError if roles cannot be
     inferred, with a ``roles={...}`` line to paste."""
-    evidence = look(view_parameters(model, base, delta), model, base, delta, example)
+    evidence = evidence_of(view_parameters(model, base, delta), model, base, delta, example)
     asked = match_globs(roles or {}, [tensor.name for tensor in evidence.tensors], setting="roles", among="parameters")
     for tensor in evidence.tensors:
         if tensor.name in asked:

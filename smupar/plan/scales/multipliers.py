@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smupar.plan.scales.attention import find_attentions, numbers
+from smupar.plan.scales.find_attention import find_attentions, numbers
 from smupar.plan.scales.source import evaluated, powers_in_source
 from smupar.refusals import refuse
 

@@ -6,7 +6,7 @@ import contextlib
 import math
 from collections.abc import Sequence
 
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.lm.run.loop import Cadence, Loop, Progress
 from smupar.lm.run.metrics import Row
 from smupar.lm.run.signals import Stop, end_if_stopped

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import smupar
-from smupar.lm.config.run import ModelConfig
+from smupar.lm.config.run_config import ModelConfig
 from smupar.lm.model.gpt import GPT
 from smupar.model.factors import has_factor_hook
 from tests.check.audit.audited import mlp, only_finding

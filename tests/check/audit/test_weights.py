@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import smupar
-from smupar.lm.config.run import ModelConfig
+from smupar.lm.config.run_config import ModelConfig
 from smupar.lm.model.gpt import GPT
 from tests.check.audit.audited import PATTERNS, RULES, adamw, findings, mlp, only_finding, ready, train
 from tests.models import MLP

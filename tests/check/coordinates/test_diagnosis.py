@@ -11,7 +11,7 @@ from torch import nn
 
 import smupar
 from smupar.check.coordinates.verdict import FAIL
-from smupar.lm.config.run import ModelConfig
+from smupar.lm.config.run_config import ModelConfig
 from smupar.lm.data.batches import read_batch
 from smupar.lm.data.shards import Tokens
 from smupar.lm.model.gpt import GPT, set_attention_scale

@@ -11,7 +11,7 @@ from torch import nn
 
 import smupar
 from smupar.check.coordinates.measure import CHANGE, DY, GRAD_W, GRAD_X, SizeRecorder, Y
-from smupar.lm.config.run import ModelConfig
+from smupar.lm.config.run_config import ModelConfig
 from smupar.lm.model.gpt import GPT
 from tests.check.coordinates.grid import (
     CNN,

@@ -9,8 +9,8 @@ import pytest
 import smupar
 from smupar.check.coordinates.measure import Cell, GridPoint
 from smupar.check.whole_run.drift import Drift
+from smupar.check.whole_run.long_run import readings_of
 from smupar.check.whole_run.report import RunReport
-from smupar.check.whole_run.run import readings_of
 from smupar.updates.observation import ALIGNMENT, DECAY, DY, LR, MOVED, Observation
 from tests.models import MLP, on_meta
 

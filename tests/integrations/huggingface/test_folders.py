@@ -11,7 +11,7 @@ import smupar
 from smupar.cli.main import main
 from smupar.integrations import huggingface
 from smupar.model.parameterize import mask_of
-from smupar.output.sums import UncheckedWarning
+from smupar.output.checksums import UncheckedWarning
 from smupar.study.verify import verify
 from tests.integrations.huggingface.tiny import EVERY_KIND, LLAMA, build, inputs, labelled, logits, trained
 

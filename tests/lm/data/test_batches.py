@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from smupar.lm.config.run import ModelConfig, RunConfig, padded_vocab
+from smupar.lm.config.run_config import ModelConfig, RunConfig, padded_vocab
 from smupar.lm.data.batches import num_sequences, open_text, read_batch, shuffled, standard_library
 from smupar.lm.data.shards import TokenizerInfo, Tokens, write_tokens
 from smupar.lm.run.distributed import World

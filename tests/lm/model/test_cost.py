@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from smupar.lm.config.presets import preset
-from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.config.run_config import Execution, ModelConfig, RunConfig
 from smupar.lm.model.cost import estimate, fitting_micro_batch, forecast, peak_flops
 from smupar.lm.model.gpt import build
 from smupar.lm.run.optimizers import make_optimizers

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from smupar.lm.config.presets import preset
-from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.lm.model.gpt import (
     GPT,
     Attention,

@@ -16,8 +16,8 @@ from smupar.lm.run.folder import read_summary
 from smupar.lm.run.loop import Progress
 from smupar.lm.run.train import train
 from smupar.lm.use.load import load_run
+from smupar.output.checksums import SUMS, UncheckedWarning
 from smupar.output.json_files import read_object
-from smupar.output.sums import SUMS, UncheckedWarning
 from tests.faults.damage import flip_at
 from tests.lm.run.runs import HOW, assert_same_run, checkpoints, resumable, rows, tensors
 

@@ -11,7 +11,7 @@ from lion_pytorch import Lion
 from torch import nn
 
 from smupar.execute import stacked
-from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.lm.model.gpt import build
 from smupar.lm.run import checkpoint
 from smupar.lm.run.distributed import World

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from smupar.lm.config.presets import preset
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.lm.run.schedule import lr_share
 
 FIGURE_6 = RunConfig(steps=1169, warmup=116, schedule="linear")  # "10x linear"

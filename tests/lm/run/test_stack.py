@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.lm.data.batches import open_text
 from smupar.lm.run.stack import GPTStack, stack_key
 from smupar.model.parameterize import mask_of

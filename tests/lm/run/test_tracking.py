@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from smupar.cli.main import main
-from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.config.run_config import Execution, ModelConfig, RunConfig
 from smupar.lm.data.shards import TokenizerInfo, write_tokens
 from smupar.lm.run.tracking import tracked
 from smupar.lm.run.train import train

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from smupar.lm.config.commands import ExportConfig
-from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.config.run_config import Execution, ModelConfig, RunConfig
 from smupar.lm.data.shards import write_tokens
 from smupar.lm.data.tokenizer import Tokenizer
 from smupar.lm.model.gpt import GPT

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from smupar.lm.config.commands import ExportConfig, GenerateConfig
-from smupar.lm.config.run import Execution, ModelConfig
+from smupar.lm.config.run_config import Execution, ModelConfig
 from smupar.lm.model.gpt import GPT
 from smupar.lm.run.train import train
 from smupar.lm.use.export import export

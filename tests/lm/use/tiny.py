@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.config.run_config import Execution, ModelConfig, RunConfig
 from smupar.lm.data.shards import write_tokens
 from smupar.lm.data.tokenizer import Tokenizer
 from smupar.lm.model.gpt import GPT

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.config.run_config import ModelConfig, RunConfig
 from tests.loops import make_step, tokens_of
 from tests.models import VOCAB, on_meta
 

@@ -54,7 +54,7 @@ def test_global_rng_is_untouched():
 
 DIGEST = """
 import hashlib, sys, torch
-from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.lm.model.gpt import build
 torch.manual_seed(int(sys.argv[1]))
 config = RunConfig(model=ModelConfig(width=32, depth=1, head_dim=8, vocab_size=11), base_width=16, sparsity=0.75)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from smupar.lm.config.run import ModelConfig
+from smupar.lm.config.run_config import ModelConfig
 from smupar.lm.model.gpt import GPT, build
 from tests.loops import adamw, assert_same_tensors, loss_of, tokens_of
 from tests.model.parameterize.nets import (

@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from smupar.plan.forward.run import CannotRunError
+from smupar.plan.forward.run_copy import CannotRunError
 from smupar.plan.forward.watcher import watch
-from smupar.plan.roles.evidence import look
+from smupar.plan.roles.evidence import evidence_of
 from smupar.plan.roles.parameters import view_parameters
 from tests.models import VOCAB, TokenNet, on_meta
 from tests.plan.roles.nets import TOKENS
@@ -20,7 +20,7 @@ TEXT = TOKENS % VOCAB
 
 def usage(make, example, width=32, base_width=8):
     tensors = view_parameters(make(width), make(base_width), None)
-    found = look(tensors, make(width), make(base_width), None, example).usage
+    found = evidence_of(tensors, make(width), make(base_width), None, example).usage
     assert found is not None
     return found
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from smupar.cli.main import main
-from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.config.run_config import Execution, ModelConfig, RunConfig
 from smupar.lm.run.train import train
 from smupar.study.engines import execute
 from smupar.study.report import write_report

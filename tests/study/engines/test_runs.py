@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from smupar.lm.config.run import Execution, ModelConfig
+from smupar.lm.config.run_config import Execution, ModelConfig
 from smupar.lm.run.train import train
 from smupar.study.axes import grid
 from smupar.study.engines import groups, largest_stack, run_group

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.config.run_config import Execution, ModelConfig, RunConfig
 from smupar.lm.run.train import train
 from smupar.study.engines import execute, run_group
 from smupar.study.progress import StudyProgress

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import smupar
-from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.lm.data.batches import open_text, read_batch
 from smupar.lm.model.gpt import build
 from smupar.lm.run.optimizers import make_optimizers

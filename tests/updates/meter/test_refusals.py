@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import smupar
-from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.lm.model.gpt import build
 from smupar.model.seam import optimizers
 from smupar.updates.trace import Trace, TraceReader

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.config.run_config import Execution, ModelConfig, RunConfig
 from smupar.lm.model.gpt import build
 from smupar.lm.run import checkpoint
 from smupar.lm.run.distributed import World

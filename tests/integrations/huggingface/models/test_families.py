@@ -20,7 +20,7 @@ from transformers import (
 import smupar
 from smupar.integrations import huggingface
 from smupar.lm.data.batches import read_batch, split, standard_library
-from smupar.plan.scales.attention import find_attentions
+from smupar.plan.scales.find_attention import find_attentions
 from tests.integrations.huggingface.tiny import EVERY_KIND, KINDS, LLAMA, SPECIAL, build, images
 
 

@@ -10,7 +10,7 @@ import smupar
 from smupar.cli.main import main
 from smupar.integrations import huggingface
 from smupar.integrations.huggingface.inputs import example
-from smupar.plan.scales.attention import find_attentions
+from smupar.plan.scales.find_attention import find_attentions
 from tests.integrations.huggingface.others import OTHERS, build, config_of, two_stacks
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is not among the known architectures")

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from smupar.cli.main import main
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.lm.run.folder import read_summary
 from smupar.lm.run.train import train
 from smupar.output.json_files import read_object, write_sealed

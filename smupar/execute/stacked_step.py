@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree
 
-from smupar.execute.products import fast_products
+from smupar.execute.cpu_products import fast_products
 from smupar.plan.facts.optimizers import MUON_COEFFICIENTS, MUON_EPS, MUON_STEPS, OptimizerFacts
 from smupar.plan.roles.parameters import parent_path
 

@@ -6,12 +6,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from smupar.bench.sparse import compare
 from smupar.bench.sparse import gpu as bench_gpu
-from smupar.bench.sparse import run as bench_run
+from smupar.bench.sparse.compare import bench_sparse
 from smupar.bench.sparse.rows import Machine
-from smupar.bench.sparse.run import bench_sparse
 from smupar.execute.sparse.cpu import Compiled
-from smupar.lm.config.run import ModelConfig
+from smupar.lm.config.run_config import ModelConfig
 from tests.models import VOCAB
 
 
@@ -36,7 +36,7 @@ def no_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "no GPU")
     monkeypatch.setattr(bench_gpu, "_GPU", torch.device("cpu"))
-    monkeypatch.setattr(bench_run, "measure_machine", lambda device: Machine(1e9, 1e9))
+    monkeypatch.setattr(compare, "measure_machine", lambda device: Machine(1e9, 1e9))
     monkeypatch.setattr(bench_gpu, "_peak_bytes", lambda call: (call(), 5_000_000)[1])
     monkeypatch.setattr(bench_gpu, "captured_call", lambda call, device: call)
     monkeypatch.setattr(bench_gpu, "synced_seconds_of", lambda call, num: (call(), 2e-3)[1])

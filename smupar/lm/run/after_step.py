@@ -9,7 +9,7 @@ import torch
 from smupar.dynamic.policies import DropAndGrow, MaskGoal, MoveSchedule, Pruning, Rounds, pruning_goal
 from smupar.dynamic.sparsifiers import Sparsifier, StackedSparsifier
 from smupar.execute.stacked import Stack
-from smupar.lm.config.run import RunConfig
+from smupar.lm.config.run_config import RunConfig
 from smupar.lm.model.gpt import GPT, allocated
 from smupar.model.weights import hidden_weights
 from smupar.optim.groups import HELD

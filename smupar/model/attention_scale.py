@@ -18,7 +18,7 @@ from smupar.model.queries import Queries, acts, find_queries
 from smupar.plan.notes import Note
 from smupar.plan.plan import Plan, PlanWarning
 from smupar.plan.reminders import is_scaled
-from smupar.plan.scales.attention import AttentionChange, FoundAttention, find_attentions
+from smupar.plan.scales.find_attention import AttentionChange, FoundAttention, find_attentions
 from smupar.plan.scales.multipliers import set_multiplier
 from smupar.rules import SP
 

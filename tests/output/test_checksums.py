@@ -7,8 +7,8 @@ import torch
 import xxhash
 from safetensors.torch import save, save_file
 
+from smupar.output.checksums import SUMS, check_sums, parts_of, read_sums, write_sums, wrong_parts
 from smupar.output.json_files import DamagedFileError
-from smupar.output.sums import SUMS, check_sums, parts_of, read_sums, write_sums, wrong_parts
 
 TENSORS = {"b": torch.arange(6.0).view(2, 3), "a": torch.ones(3, dtype=torch.bool), "none": torch.zeros(0)}
 

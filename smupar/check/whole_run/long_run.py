@@ -7,8 +7,8 @@ from typing import Any, Self
 
 from smupar.check.audit.findings import Finding
 from smupar.check.coordinates.depth import SAME_DEPTH, Layers
+from smupar.check.coordinates.grid_run import GridRun, faults_and_plans
 from smupar.check.coordinates.measure import DY, GRAD_X, Cell, Reading
-from smupar.check.coordinates.run import GridRun, faults_and_plans
 from smupar.check.whole_run.report import RunReport
 from smupar.plan.plan import Plan
 from smupar.plan.roles.parameters import parent_path

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from smupar.lm.config.commands import CheckConfig
 from smupar.lm.config.mask_methods import MASK_METHODS
 from smupar.lm.config.presets import preset
-from smupar.lm.config.run import Execution, ModelConfig, RunConfig
+from smupar.lm.config.run_config import Execution, ModelConfig, RunConfig
 from smupar.lm.config.run_id import as_text
 from smupar.study.config import TransferConfig, TuneConfig
 

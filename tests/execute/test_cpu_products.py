@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from smupar.execute import batched, products
+from smupar.execute import cpu_products, stacked_step
 from smupar.plan.facts.optimizers import facts_of
 
 
@@ -14,7 +14,7 @@ def by_onednn():
     """The replacement, whatever the processor."""
     if not torch.backends.mkldnn.is_available():
         pytest.skip("this torch has no oneDNN")
-    with products.OneDNNMode():
+    with cpu_products.OneDNNMode():
         yield
 
 
@@ -58,7 +58,7 @@ def test_transposed_inputs_are_multiplied_as_they_are(by_onednn):
 
 
 def test_only_fp32_layers_are_replaced(by_onednn, monkeypatch):
-    monkeypatch.setattr(products._Product, "apply", lambda *args: pytest.fail("replaced"))
+    monkeypatch.setattr(cpu_products._Product, "apply", lambda *args: pytest.fail("replaced"))
     x, weight = torch.randn(6, 24), torch.randn(40, 24)
     F.linear(x.bfloat16(), weight.bfloat16())
     F.linear(x.double(), weight.double())
@@ -82,7 +82,7 @@ def test_update_in_one_pass_is_that_of_torch_and_leaves_dead_models_alone(name):
     for step in range(1, 4):
         grad = torch.randn(3, 5, 4).mT  # gradients of products have other strides than weights
         number = torch.full((3,), float(step))
-        batched.adam_in_place(param, grad, state, lr, decay, eps, number, alive, (0.8, 0.9), facts_of(name))
+        stacked_step.adam_in_place(param, grad, state, lr, decay, eps, number, alive, (0.8, 0.9), facts_of(name))
         for k, optimizer in enumerate(optimizers):
             theirs[k].grad = grad[k].clone()
             optimizer.step()
@@ -97,7 +97,7 @@ def test_compiling_a_step_says_nothing_of_caches():
 
     @torch.compile(backend="eager")
     def step(x, weight):
-        with products.fast_products():
+        with cpu_products.fast_products():
             return F.linear(x, weight)
 
     torch._dynamo.reset()

@@ -17,7 +17,7 @@ from tqdm import tqdm
 from smupar.bench.sparse import cpu, gpu
 from smupar.bench.sparse.rows import Machine, Measured, Row, measure_machine
 from smupar.execute.sparse.library import NoKernel, library
-from smupar.lm.config.run import ModelConfig
+from smupar.lm.config.run_config import ModelConfig
 from smupar.output.files import write_atomic
 from smupar.output.pictures import new_figure, save_figure
 from smupar.refusals import refuse

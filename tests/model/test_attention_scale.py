@@ -10,7 +10,7 @@ from torch import nn
 
 import smupar
 from smupar.plan.plan import Plan
-from smupar.plan.scales.attention import find_attentions
+from smupar.plan.scales.find_attention import find_attentions
 
 HEAD, VOCAB = 8, 11
 TOKENS = torch.arange(12).reshape(2, 6) % VOCAB

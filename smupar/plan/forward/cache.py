@@ -1,4 +1,4 @@
-"""Remembers the records of forward passes, so that a second plan of the same model and example needs no pass.
+"""Keeps the records of forward passes, so that a second plan of the same model and example needs no pass.
 
 Code, numbers and the example determine a pass. So the key of a record consists of classes and functions, every attribute of
 every module, all tensors with their values, and the example. Tensors on the meta device have no values. Some models cannot be
@@ -31,8 +31,8 @@ class _UnknownError(Exception):
     """A part of the model or of the example cannot be compared."""
 
 
-def remembered(model: nn.Module, given: Any, run: Callable[[], Usage]) -> Usage:
-    """The result of ``run``, or the remembered result for an equal model and an equal ``given``. ``given`` is everything
+def cached(model: nn.Module, given: Any, run: Callable[[], Usage]) -> Usage:
+    """The result of ``run``, or the result that is kept for an equal model and an equal ``given``. ``given`` is everything
     besides the model that determines the result."""
     try:
         key = _Describer(model).key(given)
