@@ -94,7 +94,7 @@ def figure(name: str) -> Figure:
         raise ValueError(f"{name} is a diagram, with nothing to run: see docs/reproduce.md")
     if name not in FIGURES:
         raise ValueError(f"no figure or table is called {name!r}: choose one of {', '.join(FIGURES)}")
-    asked: Figure = import_module(f"smupar.paper.{name}").FIGURE
+    asked: Figure = import_module(f"smupar.paper.figures.{name}").FIGURE
     return asked
 
 

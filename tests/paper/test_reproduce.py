@@ -15,9 +15,10 @@ from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.lm.model.gpt import plan_on_meta
 from smupar.lm.use.export import export
 from smupar.output.page import read_page
-from smupar.paper import publish, tab02
-from smupar.paper.fig14 import WITH_ABLATIONS
+from smupar.paper import publish
 from smupar.paper.figure import Place, curve
+from smupar.paper.figures import tab02
+from smupar.paper.figures.fig14 import WITH_ABLATIONS
 from smupar.paper.page import GrowingPage
 from smupar.paper.reproduce import FIGURES, FINDINGS, dry_run, figure, listed, make_scale, reproduce
 from smupar.paper.settings import TABLE_4, Scale, iso_width, wpn_width

@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 
 from smupar.output.colours import rule_colour
-from smupar.paper import fig06
 from smupar.paper.figure import Claim, Figure, Rows, all_of, curves, title
+from smupar.paper.figures import fig06
 from smupar.study.curves import Line, Panel, Point
 from smupar.study.optima import Curve
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from smupar.output.colours import rule_colour
-from smupar.paper import fig06
 from smupar.paper.figure import (
     NUM_SPREADS,
     RULES,
@@ -15,6 +14,7 @@ from smupar.paper.figure import (
     spread_of_seeds,
     title,
 )
+from smupar.paper.figures import fig06
 from smupar.study.conventions import density_in_words
 from smupar.study.curves import LOSS, Line, Panel, Point
 from smupar.study.optima import Curve

@@ -16,8 +16,8 @@ from statistics import fmean
 from typing import NamedTuple
 
 from smupar.lm.config.run_config import RunConfig
-from smupar.paper.decay import LR, decay_run
 from smupar.paper.figure import Claim, Figure, Rows, all_of, valid_loss
+from smupar.paper.figures.decay import LR, decay_run
 from smupar.paper.settings import Scale
 from smupar.study.conventions import density_in_words
 from smupar.study.curves import Line, Panel, Point

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from smupar.paper import controls
-from smupar.paper.controls import CONSTANT, MEASURED, SMUPAR
+from smupar.paper.figures import controls
+from smupar.paper.figures.controls import CONSTANT, MEASURED, SMUPAR
 from smupar.paper.reproduce import reproduce
 from smupar.paper.settings import Scale
 from smupar.study.config import EngineConfig

@@ -13,8 +13,8 @@ from typing import Any
 from smupar.lm.config.run_config import RunConfig
 from smupar.output.files import write_atomic
 from smupar.output.tables import aligned
-from smupar.paper.decay import decay_run
 from smupar.paper.figure import STABLE, Claim, Figure, Place, Rows, all_of
+from smupar.paper.figures.decay import decay_run
 from smupar.paper.settings import WEIGHT_DECAY, Scale
 from smupar.study.curves import Line, Panel, Point
 from smupar.study.run_configs import with_fields

@@ -27,8 +27,8 @@ from typing import Any
 
 from smupar.lm.config.run_config import STANDARD_LIBRARY, RunConfig
 from smupar.lm.run.folder import TRACE_FILE
-from smupar.paper.fig12 import with_moving_masks
 from smupar.paper.figure import NUM_SPREADS, USUAL_SPREAD, Claim, Figure, Rows, all_of
+from smupar.paper.figures.fig12 import with_moving_masks
 from smupar.paper.settings import Scale
 from smupar.study.curves import LOSS, Line, Panel, Point
 from smupar.study.run_configs import unique

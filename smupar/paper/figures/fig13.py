@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from smupar.paper.fig14 import WITH_ABLATIONS, ablated
 from smupar.paper.figure import Figure, panels, sweep_rules
+from smupar.paper.figures.fig14 import WITH_ABLATIONS, ablated
 
 FIGURE = Figure(
     title="Both corrections are needed: init",
