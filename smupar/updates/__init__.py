@@ -10,7 +10,7 @@ target, and sets the layer's learning rate to eta * effect of the proxy / gain. 
 factor. dW is read off the weights after ``optimizer.step()``, so optimizer and masks can be of any kind. To leave out decoupled
 weight decay, the output after the step is compared with (1 - lr * decay) X W, which decay alone would give.
 
-Both sides are averaged over time, 0.8 old and 0.2 new (``trace.averages_after``). A trace of another depth is read at the same
+Both sides are averaged over time, 0.8 old and 0.2 new (``law.averages_after``). A trace of another depth is read at the same
 relative depth. For a trace of another length, ``trace.same_moment`` says which steps correspond.
 
 meter        ``record_updates`` and ``follow_updates``, for one model; stacked: the same for a stack of models

@@ -1,4 +1,4 @@
-"""The law by which updates are measured and followed, with alternatives for control experiments.
+"""The law by which updates are measured, and by which learning rates follow them, with alternatives for control experiments.
 
 A law is written as the measured quantity, followed by settings that differ from the default: ``"rms"``, ``"effect,every=25"``,
 ``"function,held-out"``. This file does not import torch, so that ``smupar --help`` stays fast.
@@ -6,14 +6,20 @@ A law is written as the measured quantity, followed by settings that differ from
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import TYPE_CHECKING
 
 from smupar.refusals import refuse
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 EFFECT, RMS, TRUST, SPECTRAL, FUNCTION = "effect", "rms", "trust", "spectral", "function"
 SIZES = (EFFECT, RMS, TRUST, SPECTRAL, FUNCTION)
 FIRST_STEPS = 20  # number of steps at the start, which are all measured
+CLAMP = 1e4  # the largest factor on the base learning rate
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,9 @@ class Law:
         return step < FIRST_STEPS or step % self.every == 0
 
 
+LAW = Law()  # the default
+
+
 @cache
 def parse_law(text: str) -> Law:
     """Parses a law; "" is the default."""
@@ -64,3 +73,30 @@ def parse_law(text: str) -> Law:
         f"law {text!r}: old must lie in [0, 1), and every and tokens must be at least 1",
     )
     return law
+
+
+def averages_after(
+    averages: tuple[Tensor, Tensor], wanted: Tensor, gain: Tensor, old_share: float = LAW.old
+) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """How learning rates follow a trace, for the layers of one model, or for one layer of many models.
+
+    The trace says which effect an update should have: the wanted effect. The gain is the effect that was measured, per unit of
+    learning rate. Both are averaged over time. The factor on the base learning rate is the ratio of the averages, ``clamped``
+    between 1 / CLAMP and CLAMP. A step with an unusable measurement (nothing moved, not finite, or no number in the trace)
+    changes nothing.
+
+    Returns the new averages of (wanted, gain), and their ratio. The averages are NaN until a step is usable. The ratio is NaN
+    if this step is unusable.
+    """
+    usable = wanted.isfinite() & gain.isfinite() & (gain > 0)
+
+    def average(old: Tensor, new: Tensor) -> Tensor:
+        return new.where(old.isnan(), old_share * old + (1 - old_share) * new).where(usable, old)
+
+    wanted, gain = average(averages[0], wanted), average(averages[1], gain)
+    return (wanted, gain), (wanted.to(gain.dtype) / gain).where(usable, math.nan)
+
+
+def clamped(ratio: Tensor) -> Tensor:
+    """The factor on the base learning rate: the ratio within its limits."""
+    return ratio.clamp(1 / CLAMP, CLAMP)

@@ -25,8 +25,9 @@ from smupar.plan.plan import Plan
 from smupar.plan.roles.parameters import parent_path
 from smupar.refusals import refuse
 from smupar.rules import DEPTH_MUP
+from smupar.updates.law import LAW, averages_after, clamped
 from smupar.updates.probe import LayerProbe, exact, refuse_measured, remove_copied_probes
-from smupar.updates.trace import LAW, Trace, TraceReader, averages_after, clamped
+from smupar.updates.trace import Trace, TraceReader
 
 
 class UpdatesWarning(UserWarning):

@@ -11,9 +11,9 @@ from torch import Tensor
 from smupar.execute.stacked import Stack
 from smupar.plan.facts.optimizers import decouples_decay, family_of
 from smupar.plan.plan import Plan
-from smupar.updates.law import EFFECT, Law
+from smupar.updates.law import EFFECT, LAW, Law, averages_after, clamped
 from smupar.updates.sizes import sizes_of
-from smupar.updates.trace import LAW, Trace, TraceReader, averages_after, clamped
+from smupar.updates.trace import Trace, TraceReader
 
 
 class StackedUpdates:

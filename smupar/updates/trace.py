@@ -1,4 +1,4 @@
-"""Traces hold the effects of updates on each hidden layer over a run. Learning rates follow a trace by a law, which is here."""
+"""Traces hold the effects of updates on each hidden layer over a run. Learning rates follow a trace by a law (``law``)."""
 
 from __future__ import annotations
 
@@ -10,21 +10,14 @@ from dataclasses import asdict, dataclass, field
 from os import PathLike
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
 from smupar.output.files import write_atomic
 from smupar.output.json_files import read_text, sealed_json
 from smupar.output.page import write_page
 from smupar.output.pictures import new_figure, save_figure
 from smupar.plan.globs import layer_glob
 from smupar.refusals import refuse
-from smupar.updates.law import Law
 from smupar.updates.page import trace_document
 from smupar.updates.stored import FORMAT, REMEDY, parse_trace
-
-CLAMP = 1e4
-LAW = Law()  # the default
 
 
 @dataclass
@@ -144,33 +137,6 @@ def same_moment(step: int, num_steps: int, other_num_steps: int) -> float:
     """
     step = min(step, num_steps)  # steps after the end count as the last step
     return step / (1 + step * (1 / other_num_steps - 1 / num_steps))
-
-
-def averages_after(
-    averages: tuple[Tensor, Tensor], wanted: Tensor, gain: Tensor, old_share: float = LAW.old
-) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """The law by which learning rates follow a trace, for the layers of one model, or for one layer of many models.
-
-    The trace says which effect an update should have: the wanted effect. The gain is the effect that was measured, per unit of
-    learning rate. Both are averaged over time. The factor on the base learning rate is the ratio of the averages, ``clamped``
-    between 1 / CLAMP and CLAMP. A step with an unusable measurement (nothing moved, not finite, or no number in the trace)
-    changes nothing.
-
-    Returns the new averages of (wanted, gain), and their ratio. The averages are NaN until a step is usable. The ratio is NaN
-    if this step is unusable.
-    """
-    usable = wanted.isfinite() & gain.isfinite() & (gain > 0)
-
-    def average(old: Tensor, new: Tensor) -> Tensor:
-        return torch.where(usable, torch.where(old.isnan(), new, old_share * old + (1 - old_share) * new), old)
-
-    wanted, gain = average(averages[0], wanted), average(averages[1], gain)
-    return (wanted, gain), torch.where(usable, wanted.to(gain.dtype) / gain, math.nan)
-
-
-def clamped(ratio: Tensor) -> Tensor:
-    """The factor on the base learning rate: the ratio within its limits."""
-    return ratio.clamp(1 / CLAMP, CLAMP)
 
 
 def _by_kind(names: Iterable[str]) -> dict[str, list[str]]:
