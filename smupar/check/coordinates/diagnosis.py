@@ -27,6 +27,8 @@ REMEDIES = {
     "output factor": "output factor missing: call smupar.attach(model, plan), or multiply the logits by plan.output_factor "
     "where your model computes them",
     "input factor": "input factor missing: call smupar.attach(model, plan), or multiply by alpha_input yourself",
+    "multipliers": "a number of the model follows the width: pass multipliers='base' to coord_check, as to parameterize, or "
+    "'own' if the number has to follow it",
     "embedding as hidden": "embedding scaled like a hidden weight: its init and Adam learning rate do not follow the width; "
     "give it the role 'embedding'",
     "mask density": "mask density differs from the plan: make the layer sparse through parameterize only",

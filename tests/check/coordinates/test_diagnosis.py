@@ -10,12 +10,14 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
+from smupar.check.coordinates.diagnosis import REMEDIES
 from smupar.check.coordinates.verdict import FAIL
 from smupar.lm.config.run_config import ModelConfig
 from smupar.lm.data.batches import read_batch
 from smupar.lm.data.shards import Tokens
 from smupar.lm.model.gpt import GPT, set_attention_scale
 from smupar.lm.run.step import next_token_loss
+from smupar.plan.reminders import REMINDERS
 
 # Any real text will do, as long as it stays the same: sizes of a few steps depend on it.
 TEXT = Tokens([np.fromfile(Path(__file__).parents[2] / "fixtures" / "text.txt", dtype=np.uint8)])
@@ -256,6 +258,28 @@ def test_missing_attention_scale_is_named():
     report = check(scaled=False)
     assert list(causes(report)) == ["attention scale"]
     assert "plan.attention_scale(head_dim)" in report.explain()
+
+
+class Scaled(nn.Module):
+    """Multiplies its embedding by the root of the width."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.scale = width**0.5
+        self.table, self.mix, self.head = nn.Embedding(256, width), nn.Linear(width, width), nn.Linear(width, 256)
+
+    def forward(self, ids):
+        return self.head(torch.relu(self.mix(self.table(ids) * self.scale)))
+
+
+def test_number_that_follows_the_width_is_named():
+    report = check(make=Scaled, scaled=False)
+    assert list(causes(report)) == ["multipliers"]
+    assert "multipliers='base'" in report.explain()
+
+
+def test_every_reminder_of_a_plan_has_a_remedy():
+    assert {name.replace("_", " ") for name in REMINDERS} <= REMEDIES.keys()
 
 
 @pytest.mark.parametrize(("path", "cause"), [("unembedding", "output factor"), ("embedding", "input factor")])
