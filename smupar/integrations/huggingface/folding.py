@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from smupar.integrations.huggingface.inputs import forward_passes
@@ -150,10 +151,24 @@ def _scale_rows(layer: nn.Module, rows: tuple[tuple[int, int], ...], factor: flo
         weight[: layer.embed_dim].mul_(factor)
         return
     out_dim = kind_of(layer).out_dim
-    for parameter in layer.parameters(recurse=False):
+    added = _added_to_weight(layer)
+    for name, parameter in layer.named_parameters(recurse=False):
         dim = out_dim if parameter.ndim > 1 else 0
         for start, stop in rows or ((0, parameter.shape[dim]),):
-            parameter.narrow(dim, start, stop - start).mul_(factor)
+            part = parameter.narrow(dim, start, stop - start)
+            part.mul_(factor).add_(added * (factor - 1) if name == "weight" else 0.0)
+
+
+def _added_to_weight(layer: nn.Module) -> float:
+    """The number that a norm adds to its weight before it multiplies by it: 1 in Gemma and Qwen3-Next; 0 in other layers."""
+    parameters = dict(layer.named_parameters())
+    if any(parameter.ndim > 1 for parameter in parameters.values()) or "weight" not in parameters:
+        return 0.0
+    weight = parameters["weight"]
+    x = torch.linspace(1, 2, weight.numel(), dtype=weight.dtype, device=weight.device)
+    zeros = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    at_zero, at_one = (functional_call(layer, {**zeros, "weight": zeros["weight"] + value}, (x,)) for value in (0, 1))
+    return float(at_zero.norm() / (at_one - at_zero).norm())
 
 
 # Numbers that follow the width
