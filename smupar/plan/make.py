@@ -112,7 +112,7 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings, *, has_values
     choice = settings["multipliers"]
     has_factors = checked.rule is not SP or bool(branches)  # SP leaves the model's own numbers alone
     multipliers, summed = _multipliers(model, base, depth, evidence, choice) if has_factors else (chosen([], choice), [])
-    unscored = without_scores(model, evidence.usage, depth.modules, {role.name for role in roles if role.scaling})
+    unscored = without_scores(model, evidence, depth.modules, {role.name for role in roles if role.scaling})
     refuse_scaled_twice(multipliers, depth, branches, choice)
     rows = tuple(_row(role, sparsity, checked, initial_values, depth.m_depth(role.name)) for role in roles)
     output_factor = checked.forward("unembedding", _output_width(roles) * sparsity.live)
@@ -337,7 +337,7 @@ def _about_unscored(paths: tuple[str, ...]) -> list[Note]:
     globs = dict.fromkeys(map(layer_glob, paths))
     text = (
         f"no attention scale is needed in {', '.join(globs)}: the example multiplies no queries and keys there, or only "
-        "vectors of length 1"
+        "vectors of length 1, or vectors of fixed size without a softmax"
     )
     return [Note("attention", text, False)] if paths else []
 

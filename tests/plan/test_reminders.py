@@ -120,6 +120,36 @@ class DotProduct(TimeMix):
         return self.out((self.key(x) @ self.value(x).mT).softmax(-1) @ x)
 
 
+def heads(x):
+    return x.unflatten(-1, (-1, 8)).transpose(1, 2)
+
+
+class Linear(TimeMix):
+    """Linear attention: no softmax, and heads of the same size at every width."""
+
+    def forward(self, x):
+        q, k, v = heads(self.key(x)), heads(self.value(x)), heads(x)
+        return self.out((q @ (k.mT @ v)).transpose(1, 2).flatten(2))
+
+
+class LinearOfOneHead(TimeMix):
+    def forward(self, x):
+        return self.out(self.key(x) @ (self.value(x).mT @ x))
+
+
+class SoftmaxByHand(TimeMix):
+    def forward(self, x):
+        q, k, v = heads(self.key(x)), heads(self.value(x)), heads(x)
+        weights = (q @ k.mT).exp()
+        return self.out((weights / weights.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2))
+
+
+class SigmoidOfHeads(TimeMix):
+    def forward(self, x):
+        q, k, v = heads(self.key(x)), heads(self.value(x)), heads(x)
+        return self.out(((q @ k.mT).sigmoid() @ v).transpose(1, 2).flatten(2))
+
+
 class OneBlock(nn.Module):
     def __init__(self, width, kind):
         super().__init__()
@@ -130,10 +160,13 @@ class OneBlock(nn.Module):
 
 
 NEEDED = {"attention_scale"}
+WITH_LOGITS = [ByKernel, DotProduct, LinearOfOneHead, SoftmaxByHand, SigmoidOfHeads]
 
 
-@pytest.mark.parametrize(("kind", "reminders"), [(TimeMix, set()), (Cosine, set()), (ByKernel, NEEDED), (DotProduct, NEEDED)])
-def test_module_that_is_called_attention_needs_no_scale_if_it_shows_no_product(kind, reminders):
+@pytest.mark.parametrize(
+    ("kind", "reminders"), [*((kind, set()) for kind in (TimeMix, Cosine, Linear)), *((kind, NEEDED) for kind in WITH_LOGITS)]
+)
+def test_module_that_is_called_attention_needs_no_scale_if_it_shows_no_logits(kind, reminders):
     tokens = torch.arange(8).reshape(2, 4)
     model, base = OneBlock(64, kind), OneBlock(16, kind)
     assert set(smupar.make_plan(model, base=base).pending) == {"attention_scale"}  # names are all that is known

@@ -38,6 +38,7 @@ _NORM_LAYERS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "
 _KEEP_LENGTH = ("clone", "_to_copy", "clamp", "clamp_min", "add", "sqrt", "rsqrt", "reciprocal", "pow")
 _SOFTMAX = ("_softmax", "_safe_softmax")
 _CHOICES = (*_SOFTMAX, "sigmoid", "hardsigmoid", "topk", "sort", "argmax")
+_FROM_LOGITS = (*_CHOICES, "exp", "exp2")
 # multiplication by a factor, and copies
 _KEEP_ENDS = ("mul", "div", "clone", "_to_copy", "native_dropout", "index", "index_select")
 
@@ -204,6 +205,8 @@ class Operations(UsageRecorder):
             flow = replace(flow, is_normed=True)
         if name == "cat":
             flow = replace(flow, joins=flow.joins | {self._join(args, inputs, output)})
+        if name in _FROM_LOGITS:
+            self.usage.logits |= flow.scores
         if name in _SOFTMAX:
             return replace(flow, shares=flow.scores, scores=frozenset()), ()
         if len(data) == 1 and name in ("mul", "div"):

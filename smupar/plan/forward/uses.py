@@ -100,3 +100,4 @@ class Usage:
     outputs: list[Output] = field(default_factory=list)
     numbers: list[Scalar] = field(default_factory=list)
     attention: dict[int, str] = field(default_factory=dict)  # dot products that are attention scores -> their module
+    logits: set[int] = field(default_factory=set)  # dot products of which a softmax, a sigmoid or an exponential is taken

@@ -33,6 +33,7 @@ class Evidence:
     usage: Usage | None = None  # parameters have the model's names, but module paths are the base's
     is_given: bool = True  # whether the user passed an example
     in_sums: frozenset[tuple[str, float]] = frozenset()  # (module path, a number that multiplies only sums over the width)
+    unscaled: frozenset[int] = frozenset()  # dot products that need no scale at any width
 
 
 def evidence_of(
@@ -66,7 +67,8 @@ def evidence_of(
         notes.append(NORMED_OUTPUT)
     dots = _dots(usage, pairs)
     about = _partly_scaling(seen, usage, pairs, names)
-    return Evidence(seen, [*notes, *_about_dots(usage, dots)], about, usage, in_sums=_in_sums(usage, dots))
+    notes += _about_dots(usage, dots)
+    return Evidence(seen, notes, about, usage, in_sums=_in_sums(usage, dots), unscaled=_unscaled(usage, pairs))
 
 
 # How each parameter is used
@@ -180,11 +182,9 @@ def _about_the_pass(tensors: list[ParameterView], usage: Usage) -> Iterator[Note
 # Attention
 
 
-def without_scores(
-    model: nn.Module, usage: Usage | None, paths: Mapping[str, str], scaling: Collection[str]
-) -> tuple[str, ...]:
+def without_scores(model: nn.Module, evidence: Evidence, paths: Mapping[str, str], scaling: Collection[str]) -> tuple[str, ...]:
     """Paths of the modules that are named like attention but need no attention scale. In the example they multiply no two
-    activations, as in RWKV, or only vectors of length 1, as in Swin 2.
+    activations, as in RWKV, or only vectors of length 1, as in Swin 2, or they make no logits, as in linear attention.
 
     An operation that cannot be watched might hide such a product. So a module counts only if the outputs of all its weights
     were followed, to other weights or to the model's output.
@@ -192,14 +192,21 @@ def without_scores(
     paths    module path of the model -> of the base; ``usage`` has the paths of the base
     scaling  names of the parameters that scale
     """
+    usage = evidence.usage
     if usage is None:
         return ()
-    products = {event.path for event in usage.events if event.kind == "dot" and not event.is_normalised}
+    products = {
+        event.path
+        for number, event in enumerate(usage.events)
+        if event.kind == "dot" and not event.is_normalised and number not in evidence.unscaled
+    }
     unscored = []
     for attention in find_attentions(model):
         path = paths.get(attention.path, attention.path)
         named = attention.module.named_parameters(prefix=attention.path)
-        uses = [usage.uses[name] for name, parameter in named if name in scaling and sum(n > 1 for n in parameter.shape) > 1]
+        tables = [name for name, parameter in named if name in scaling and sum(n > 1 for n in parameter.shape) > 1]
+        # what acts element by element, such as a depthwise convolution, makes no queries
+        uses = [use for use in (usage.uses[name] for name in tables) if use.products or not use.by_element]
         followed = [use.is_inside or use.reaches_output for use in uses if use.products]
         near = any(is_inside(place, path) or is_inside(path, place) for place in products)
         if followed and all(followed) and len(followed) == len(uses) and not near:
@@ -260,6 +267,16 @@ def _dots(usage: Usage, pairs: list[_Pair]) -> set[int]:
         for number, pair in enumerate(pairs)
         if pair.base.kind == "dot" and pair.ratios != {1} and not pair.base.is_normalised and number not in usage.attention
     }
+
+
+def _unscaled(usage: Usage, pairs: list[_Pair]) -> frozenset[int]:
+    """The numbers of the dot products that do not grow with the width and are no logits, as those of linear attention with
+    heads of fixed size."""
+    return frozenset(
+        number
+        for number, pair in enumerate(pairs)
+        if pair.base.kind == "dot" and pair.ratios == {1} and number not in usage.logits
+    )
 
 
 def _in_sums(usage: Usage, dots: set[int]) -> frozenset[tuple[str, float]]:

@@ -101,6 +101,13 @@ OTHERS = {
         "GptOssForCausalLM",
         lambda width: grouped(width, head_dim=16, num_local_experts=4, num_experts_per_tok=2, sliding_window=16),
     ),
+    "qwen3_next": (  # norms multiply by 1 + weight; linear attention with queries and keys of length 1
+        "Qwen3NextForCausalLM",
+        lambda width: grouped(width, head_dim=16, linear_num_key_heads=width // 32, linear_num_value_heads=width // 16,
+                              linear_key_head_dim=16, linear_value_head_dim=16, num_experts=4, num_experts_per_tok=2,
+                              moe_intermediate_size=width, shared_expert_intermediate_size=width,
+                              layer_types=["linear_attention", "full_attention"]),
+    ),
     "segformer": (  # its config has no size of pictures
         "SegformerForSemanticSegmentation",
         lambda width: {"hidden_sizes": [width, 2 * width], "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1],
