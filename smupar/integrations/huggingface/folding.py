@@ -167,7 +167,10 @@ def _added_to_weight(layer: nn.Module) -> float:
     weight = parameters["weight"]
     x = torch.linspace(1, 2, weight.numel(), dtype=weight.dtype, device=weight.device)
     zeros = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-    at_zero, at_one = (functional_call(layer, {**zeros, "weight": zeros["weight"] + value}, (x,)) for value in (0, 1))
+    try:
+        at_zero, at_one = (functional_call(layer, {**zeros, "weight": zeros["weight"] + value}, (x,)) for value in (0, 1))
+    except Exception:  # the layer reads more than one vector
+        return 0.0
     return float(at_zero.norm() / (at_one - at_zero).norm())
 
 
