@@ -54,6 +54,11 @@ class Neighbours:
                 sums |= {size + other.written_size for size in sums}
         return not sums & self.read_sizes
 
+    def has_size_of_layer(self, tensor: ParameterView) -> bool:
+        """Whether the dimensions of the tensor that scale have the sizes, in model and base, of a layer's inputs or outputs."""
+        sizes = {_sizes(layer, dim) for layer in self.matrices for dim in (*layer.in_dims, *layer.out_dims)}
+        return all(_sizes(tensor, dim) in sizes for dim in tensor.scaling)
+
     def is_last(self, tensor: ParameterView) -> bool:
         return tensor is self.matrices[-1]
 
@@ -157,6 +162,10 @@ class Neighbours:
     def is_guess(self, tensor: ParameterView) -> bool:
         """Whether only the sizes of other parameters suggest that this parameter's output scales."""
         return tensor.name in self.sizes and self.sizes[tensor.name].is_guess
+
+
+def _sizes(tensor: ParameterView, dim: int) -> tuple[int, int]:
+    return tensor.shape[dim], tensor.base_shape[dim]
 
 
 def _as_answered(tensor: ParameterView, setting: RoleSetting) -> tuple[set[int], set[int]]:

@@ -61,16 +61,18 @@ def _is_square(tensor: ParameterView) -> bool:
     return tensor.layout == "raw" and all(len(shape) == 2 and shape[0] == shape[1] for shape in shapes)
 
 
-def _is_unknown_weight(tensor: ParameterView) -> bool:
+def _is_unknown_weight(tensor: ParameterView, neighbours: Neighbours) -> bool:
     """Whether this is a ``weight`` with one scaling dimension, in a module that may sum over that dimension."""
-    return _is_half_scaling(tensor) and tensor.name.endswith(".weight")
+    return _is_half_scaling(tensor, neighbours) and tensor.name.endswith(".weight")
 
 
-def _is_half_scaling(tensor: ParameterView) -> bool:
+def _is_half_scaling(tensor: ParameterView, neighbours: Neighbours) -> bool:
     """Whether this is a tensor with one scaling dimension, over which an unknown module may sum. A shape like (1, ..., d) does
-    not count, since it only broadcasts."""
+    not count if d is the size of a layer's inputs or outputs, since then it only broadcasts, as positions do."""
     is_table = tensor.layout == "raw" and not tensor.layer.by_element and len(tensor.scaling) == 1
-    return is_table and (tensor.shape[0] > 1 or tensor.name.endswith(".weight"))
+    if not is_table or tensor.name.endswith(".weight"):
+        return is_table
+    return tensor.shape[0] > 1 or not neighbours.has_size_of_layer(tensor)
 
 
 def _inputs_of_linear(tensor: ParameterView) -> int | Shape:
@@ -374,13 +376,13 @@ ROLE_TABLE = (
     ),
     Case(
         "belongs to an unknown module, has one dimension that scales, and the example's forward pass does not use it",
-        lambda t, n: _is_half_scaling(t) and n.has_example and t.seen is None,
+        lambda t, n: _is_half_scaling(t, n) and n.has_example and t.seen is None,
         ASK,
         "is not used by the example's forward pass",
     ),
     Case(
         "is the `weight` of an unknown module, has one dimension that scales, and is the model's first parameter",
-        lambda t, n: _is_unknown_weight(t) and t is n.tensors[0],
+        lambda t, n: _is_unknown_weight(t, n) and t is n.tensors[0],
         ASK,
         "belongs to a {owner}, which may use the scaling dimension as input or as output",
         "embedding",
@@ -388,27 +390,28 @@ ROLE_TABLE = (
     Case(
         "is the `weight` of an unknown module, has one dimension that scales, and stands beside as many experts as its other "
         "dimension counts",
-        lambda t, n: _is_unknown_weight(t) and n.is_beside_experts(t),
+        lambda t, n: _is_unknown_weight(t, n) and n.is_beside_experts(t),
         ASK,
         "belongs to a {owner}, which may use the scaling dimension as input or as output",
         "router",
     ),
     Case(
         "is the `weight` of an unknown module and has one dimension that scales",
-        lambda t, n: _is_unknown_weight(t),
+        lambda t, n: _is_unknown_weight(t, n),
         ASK,
         "belongs to a {owner}, which may use the scaling dimension as input or as output",
     ),
     Case(
         "belongs to an unknown module, has one dimension that scales, and is called positions",
-        lambda t, n: _is_half_scaling(t) and bool(_POSITIONS.search(t.name.rpartition(".")[2])),
+        lambda t, n: _is_half_scaling(t, n) and bool(_POSITIONS.search(t.name.rpartition(".")[2])),
         ASK,
         "belongs to a {owner}, which may add it to what a layer wrote (vector) or multiply with it (hidden, embedding)",
         "vector",
     ),
     Case(
-        "belongs to an unknown module, has one dimension that scales, and does not just broadcast like (1, ..., d)",
-        lambda t, n: _is_half_scaling(t),
+        "belongs to an unknown module, has one dimension that scales, and does not just broadcast like (1, ..., d), where d is "
+        "the size of a layer",
+        lambda t, n: _is_half_scaling(t, n),
         ASK,
         "belongs to a {owner}, which may sum over the scaling dimension (hidden, unembedding), write it (hidden, embedding), "
         "or act element by element (vector)",

@@ -3,6 +3,8 @@
 from fractions import Fraction
 
 import pytest
+import torch
+from torch import nn
 
 import smupar
 from tests.plan.roles.nets import LM, refusal, roles, suggested, widths
@@ -89,3 +91,29 @@ def test_mlp_that_alone_scales_inside_a_fixed_network_asks():
     plan = smupar.make_plan(model, base=base, roles={"gate.weight": "hidden", "up.weight": "hidden", "down.weight": "hidden"})
     assert widths(plan, "up.weight", "down.weight") == [(1, 4), (4, 1)]
     assert plan["q_proj.weight"].role == "fixed"
+
+
+class GraphAttention(nn.Module):
+    """As PyTorch Geometric writes it: each head has a vector that is multiplied with its outputs and summed."""
+
+    def __init__(self, width, num_heads=4):
+        super().__init__()
+        self.project = nn.Linear(6, width)
+        self.positions = nn.Parameter(torch.randn(1, 3, width))
+        self.scores = nn.Parameter(torch.randn(1, num_heads, width // num_heads))
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, x):
+        x = self.project(x) + self.positions
+        parts = x.unflatten(-1, self.scores.shape[1:])
+        shares = (parts * self.scores).sum(-1, keepdim=True).softmax(1)
+        return self.head((shares * parts).sum(1).flatten(1))
+
+
+def test_tensor_that_is_not_as_wide_as_any_layer_does_not_just_broadcast():
+    models = {"model": GraphAttention(64), "base": GraphAttention(16)}
+    assert suggested(refusal(**models)) == {"scores": ...}
+    plan = smupar.make_plan(**models, example=torch.randn(2, 3, 6))
+    assert roles(plan)["scores"] == "router"
+    assert (plan["scores"].in_dims, plan["scores"].width_in) == ((2,), 4)
+    assert roles(plan)["positions"] == "vector"
