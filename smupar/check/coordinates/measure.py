@@ -210,11 +210,18 @@ class SizeRecorder:
 
     def _find_users(self) -> None:
         """For each matrix that is not a layer's weight, finds the innermost module that contains it and is called. If a layer
-        is never called, because the model uses its weight directly, the weight counts as such a matrix."""
+        is never called, because the model uses its weight directly, the weight counts as such a matrix.
+
+        A readout that no hook can scale gets its factor from the model, possibly after its module. So the whole model counts as
+        its module."""
         called = {name for path, (name, _) in self.layers.items() if path in self._called}
         uncalled = [name for name, _ in self.layers.values() if name not in called]
         users = {name: next(filter(self._called.__contains__, _ancestors(name)), None) for name in (*self.parts, *uncalled)}
-        self.parts = {name: path for name, path in users.items() if path is not None}
+        self.parts = {
+            name: "" if self.plan[name].role == "unembedding" and not self.plan[name].forward else path
+            for name, path in users.items()
+            if path is not None
+        }
 
     def _read_order(self) -> None:
         """Finds out how gradients depend on the width, from the order of the layers.

@@ -117,6 +117,46 @@ def test_raw_matrix_whose_learning_rate_ignores_the_width_fails():
     assert right.verdicts == {"smupar": PASS}, right.explain()
 
 
+class Readout(nn.Module):
+    """A layer of fixed inputs or outputs, as a raw matrix."""
+
+    def __init__(self, num_in, num_out):
+        super().__init__()
+        self.matrix = nn.Parameter(torch.randn(num_in, num_out) / num_in**0.5)
+
+    def forward(self, x):
+        return x @ self.matrix
+
+
+class FactorOutside(nn.Module):
+    """No hook can scale the readout, and the model applies its factor outside of the readout's module."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.inner, self.readout = nn.Linear(6, width), nn.Linear(width, width), Readout(width, 3)
+        self.factor = 1.0
+
+    def forward(self, x):
+        return self.factor * self.readout(self.inner(self.first(x).tanh()).tanh())
+
+
+def scale_logits(model, plan):
+    model.factor = plan.output_factor
+    plan.settle("output_factor")
+
+
+def test_raw_readout_is_measured_with_the_factor_that_the_model_applies_later():
+    batches = batches_of(1, size=8)
+    settings = {"base_width": 64, "widths": (64, 256), "densities": (1,), "seeds": 8, "lr": 2**-10, "batches": batches}
+    settings["roles"] = {"readout.matrix": "unembedding"}
+    right = check(FactorOutside, prepare=scale_logits, **settings)
+    assert slope_of(right, "smupar", "readout.matrix", DY, axis="width") == pytest.approx(0.0, abs=0.2)
+    assert right.verdicts == {"smupar": PASS}, right.explain()
+    wrong = check(FactorOutside, prepare=lambda model, plan: plan.settle("output_factor"), **settings)
+    assert slope_of(wrong, "smupar", "readout.matrix", DY, axis="width") == pytest.approx(1.0, abs=0.2)
+    assert wrong.verdicts == {"smupar": FAIL}
+
+
 class ByHand(nn.Module):
     """Uses the weights of ``low`` without calling it, and has a table that is not trained."""
 
