@@ -34,6 +34,7 @@ WIDENING, NARROWING, ROUTER = "hidden, widening", "hidden, narrowing", "router"
 # Inputs and outputs grow unevenly if their growth differs by this factor. Below it, a layer
 # changes a gradient by at most 2^(1/4), which is a slope of 1/8 over two octaves.
 UNEVEN = math.sqrt(2)
+ROUNDING = 1e-8  # a gradient that is smaller than the largest of all layers by this factor consists of rounding errors
 Growth = Mapping[str, Sequence[float]]  # parameter name -> how many times larger each dimension is at another width of the grid
 
 
@@ -253,7 +254,7 @@ class SizeRecorder:
 
     def before_update(self) -> dict[str, Tensor]:
         """Measures the sizes of gradients after the backward pass. Returns the weights, for ``after_update``."""
-        parameters = dict(self.model.named_parameters())
+        parameters, without_gradient = dict(self.model.named_parameters()), self._without_gradient()
         weights = {name: parameters[name].detach().clone() for name in self.parts}
         for path, (name, role) in self.layers.items():
             weight_grad = parameters[name].grad
@@ -265,8 +266,16 @@ class SizeRecorder:
                 with self._repeated():
                     grad = call.input_gradient(parameters[name])
                 if grad is not None:
-                    self._note(path, GRAD_X, grad / self._expected(path, self.plan[name], role, call.output_grad))
+                    expected = self._expected(path, self.plan[name], role, call.output_grad)
+                    self._note(path, GRAD_X, grad * (path not in without_gradient) / expected)
         return weights
+
+    def _without_gradient(self) -> set[str]:
+        """Modules whose outputs get no gradient but rounding errors, such as queries and keys if all values of an attention are
+        equal. Adam makes large updates of such gradients, but no rule is about them, so their sizes count as 0."""
+        grads = {path: call.output_grad for path, call in self._calls.items() if call.output_grad is not None}
+        sizes = {path: float(grad.float().square().mean().sqrt()) for path, grad in grads.items()}
+        return {path for path, size in sizes.items() if size < ROUNDING * max(sizes.values())}
 
     def _expected(self, path: str, row: PlanRow, role: str, output_grad: Tensor | None) -> float:
         """The size to which the gradient of a layer's input should be proportional.
@@ -286,7 +295,7 @@ class SizeRecorder:
 
     def after_update(self, weights: dict[str, Tensor]) -> None:
         """Measures, after the optimizer's step, how much the update of each weight alone changes the output of its module."""
-        parameters = dict(self.model.named_parameters())
+        parameters, without_gradient = dict(self.model.named_parameters()), self._without_gradient()
         places = [(path, name, path) for path, (name, _) in self.layers.items()]
         places += [(name, name, path) for name, path in self.parts.items()]
         for place, name, path in places:
@@ -294,7 +303,7 @@ class SizeRecorder:
                 with self._repeated():
                     effect = self._calls[path].effect(parameters[name], weights[name])
                 if effect is not None:
-                    self._note(place, DY, effect / self.depth.effect(path))
+                    self._note(place, DY, effect * (path not in without_gradient) / self.depth.effect(path))
         self._calls.clear()
         self._taken.clear()
 

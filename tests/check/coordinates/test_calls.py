@@ -261,6 +261,28 @@ def test_rows_that_the_loss_does_not_depend_on_do_not_count_for_the_effect():
     assert size_of(report, "inner", Y).num_entries == 4 * 8 * 16
 
 
+class EqualValues(nn.Module):
+    """Attends to values that are all equal, as the first layer of DETR's decoder. So its scores get no gradient."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.scores, self.head = nn.Linear(6, width), nn.Linear(width, width), nn.Linear(width, 3)
+
+    def forward(self, x):
+        x = self.first(x).tanh()
+        shares = self.scores(x).softmax(-1)
+        return self.head(x + 0.1 * shares @ torch.ones(len(shares.mT), 1))
+
+
+def test_updates_that_are_made_of_rounding_errors_do_not_count():
+    batches = batches_of(2, size=8)
+    settings = {"base_width": 64, "widths": (64, 256), "densities": (1,), "seeds": 8, "steps": 2, "lr": 2**-10}
+    report = check(EqualValues, batches=batches, **settings)
+    assert all(one.rms == 0 for one in report.readings if (one.place, one.quantity) == ("scores", DY))
+    assert report.verdicts == {"smupar": PASS}, report.explain()
+    assert "unmeasured" not in {found.cause for found in report.diagnoses}
+
+
 @pytest.mark.parametrize(("shape", "sums_to_zero"), [((2, 5), True), ((5,), True), ((5,), False)])
 def test_shift_of_all_rows_of_a_sequence_counts_only_if_the_loss_depends_on_it(shape, sums_to_zero):
     """A shift of all keys of an attention changes nothing."""
