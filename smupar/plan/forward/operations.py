@@ -205,8 +205,6 @@ class Operations(UsageRecorder):
             flow = replace(flow, is_normed=True)
         if name == "cat":
             flow = replace(flow, joins=flow.joins | {self._join(args, inputs, output)})
-        if name in _FROM_LOGITS:
-            self.usage.logits |= flow.scores
         if name in _SOFTMAX:
             return replace(flow, shares=flow.scores, scores=frozenset()), ()
         if len(data) == 1 and name in ("mul", "div"):
@@ -221,7 +219,10 @@ class Operations(UsageRecorder):
         return replace(flow, mark=self._mark(name, args, inputs, data)), ()
 
     def _with_choices(self, name: str, flow: Flow, data: list[Tensor]) -> Flow:
-        """Completes a flow with its logits and choices, and records which outputs a choice multiplies."""
+        """Completes a flow with its logits and choices, and records which outputs a choice multiplies and which dot products
+        are logits."""
+        if name in _FROM_LOGITS:
+            self.usage.logits |= flow.scores
         if name in _CHOICES:
             return replace(flow, choices=flow.choices | flow.logits)
         if name not in ("mul", "div") or len(data) != 2:
