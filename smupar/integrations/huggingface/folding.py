@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from copy import deepcopy
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from smupar.plan.plan import Plan
 from smupar.plan.scales.find_attention import FoundAttention, find_attentions
 from smupar.plan.scales.multipliers import Multiplier, set_multiplier
 
+TOLERANCE, EXACT = 1e-3, 1e-6  # of outputs, relative to their size: of an export, and of rounding
 _EXPONENTS = (1.0, -1.0, 0.5, -0.5)  # a number may act as a factor, a divisor, or by its root
 
 
@@ -181,20 +182,25 @@ def _fold_number(plain: PreTrainedModel, number: Multiplier) -> None:
     """Restores the usual value of a number, and multiplies a table or the head to make up for it."""
     wanted = list(outputs(plain))
     set_multiplier(plain, number.path, number.name, number.value)
-    if same(wanted, list(outputs(plain))):
-        return
-    ratio = number.base_value / number.value
-    for weight in _ends(plain, number.path):
+    found = difference(wanted, list(outputs(plain)))
+    best: tuple[float, Tensor | None, float] = (found, None, 1.0)  # (difference, weight to multiply, factor)
+    for weight in _near(plain, number.path):
         kept = weight.clone()
         for exponent in _EXPONENTS:
-            weight.mul_(ratio**exponent)
-            if same(wanted, list(outputs(plain))):
-                return
+            if best[0] <= EXACT:  # a number may have a small effect, which is not to be taken for none
+                break
+            factor = (number.base_value / number.value) ** exponent
+            weight.mul_(factor)
+            best = min(best, (difference(wanted, list(outputs(plain))), weight, factor), key=itemgetter(0))
             weight.copy_(kept)
-    raise ValueError(
-        f"{number.where!r} was set to {number.base_value:g}, and neither a table nor the head of this {type(plain).__name__} "
-        "can make up for it: share the folder that save_pretrained writes"
-    )
+    left, chosen, factor = best
+    if left > TOLERANCE:
+        raise ValueError(
+            f"{number.where!r} was set to {number.base_value:g}, and no table, no head and no layer next to it in this "
+            f"{type(plain).__name__} can make up for it: share the folder that save_pretrained writes"
+        )
+    if chosen is not None:
+        chosen.mul_(factor)
 
 
 def _fold_untied(model: PreTrainedModel, plain: PreTrainedModel) -> None:
@@ -210,12 +216,13 @@ def _fold_untied(model: PreTrainedModel, plain: PreTrainedModel) -> None:
         weight.mul_(ratio)
 
 
-def _ends(model: PreTrainedModel, path: str) -> Iterator[Tensor]:
-    """The weights that may make up for a number, with tables near it first."""
-    near = [module for module in model.get_submodule(path).modules() if kind_of(module).is_lookup]
-    head = model.get_output_embeddings()
+def _near(model: PreTrainedModel, path: str) -> Iterator[Tensor]:
+    """The weights that may make up for a number: tables near it, the ends of the model, and layers next to it."""
+    around = model.get_submodule(path)
+    tables = [module for module in around.modules() if kind_of(module).is_lookup]
+    layers = [module for module in around.children() if kind_of(module).is_linear]
     seen: set[int] = set()
-    for module in (*near, model.get_input_embeddings(), head):
+    for module in (*tables, model.get_input_embeddings(), model.get_output_embeddings(), *layers):
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and id(weight) not in seen:
             seen.add(id(weight))
@@ -238,8 +245,13 @@ def outputs(model: PreTrainedModel) -> Iterator[Tensor]:
         yield from (value.float() for value in values if isinstance(value, Tensor))
 
 
-def same(wanted: list[Tensor], made: list[Tensor], tolerance: float = 1e-3) -> bool:
-    pairs = list(zip(wanted, made, strict=False))
-    return len(wanted) == len(made) and all(
-        bool((a - b).abs().max() <= tolerance * max(float(a.abs().max()), 1e-6)) for a, b in pairs
-    )
+def same(wanted: list[Tensor], made: list[Tensor], tolerance: float = TOLERANCE) -> bool:
+    return difference(wanted, made) <= tolerance
+
+
+def difference(wanted: list[Tensor], made: list[Tensor]) -> float:
+    """The largest difference between outputs, relative to the largest entry of each."""
+    if len(wanted) != len(made):
+        return math.inf
+    pairs = zip(wanted, made, strict=True)
+    return max((float((a - b).abs().max()) / max(float(a.abs().max()), 1e-6) for a, b in pairs), default=0.0)

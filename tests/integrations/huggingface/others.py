@@ -46,6 +46,13 @@ OTHERS = {
     "gemma": ("GemmaForCausalLM", lambda width: grouped(width, head_dim=16)),
     "gemma2": ("Gemma2ForCausalLM", lambda width: grouped(width, head_dim=16, query_pre_attn_scalar=16)),
     "gemma3": ("Gemma3ForCausalLM", lambda width: grouped(width, head_dim=16, query_pre_attn_scalar=16)),
+    "gemma3n": (  # a scale of its routers, whose effect is small
+        "Gemma3nForCausalLM",
+        lambda width: {**grouped(width, head_dim=16, layer_types=["full_attention", "full_attention"]),
+                       "intermediate_size": [2 * width] * 2, "hidden_size_per_layer_input": 32, "laurel_rank": 32,
+                       "vocab_size_per_layer_input": 64, "activation_sparsity_pattern": [0.0, 0.0],
+                       "num_kv_shared_layers": 0},
+    ),
     "t5": (
         "T5ForConditionalGeneration",
         lambda width: {"d_model": width, "d_kv": 16, "d_ff": 2 * width, "num_layers": 2, "num_heads": width // 16,
