@@ -232,7 +232,8 @@ def _refuse(model: nn.Module) -> None:
             f"{'this model' if not path else repr(path)} is parameterized already. Build a fresh model to parameterize it "
             "again; to restore hooks after a copy use smupar.attach(model, plan).",
         )
-    integer = [name for name, parameter in model.named_parameters() if not parameter.is_floating_point()]
+    named = list(model.named_parameters())  # the plan refuses complex ones
+    integer = [name for name, parameter in named if not parameter.is_floating_point() and not parameter.is_complex()]
     if integer:
         raise ValueError(
             f"{integer[0]!r} is not a floating-point tensor (quantised?): parameterize the model before you quantise it"

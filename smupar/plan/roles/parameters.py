@@ -170,7 +170,8 @@ def view_parameters(model: nn.Module, base: nn.Module, delta: nn.Module | None) 
 
 
 def _refuse_without_parameters(model: nn.Module) -> None:
-    """Refuses scripted models, which hide their modules, and quantized ones, whose weights are not parameters."""
+    """Refuses scripted models, which hide their modules, quantized ones, whose weights are not parameters, and complex weights,
+    for which there is no rule."""
     refuse(
         isinstance(model, torch.jit.ScriptModule),
         f"the model is a {type(model).__name__}, which hides its modules: parameterize the model before it is scripted",
@@ -180,6 +181,12 @@ def _refuse_without_parameters(model: nn.Module) -> None:
             "quantized" in type(module).__module__.split("."),
             f"{path!r} is a quantized {type(module).__name__}, whose weight is no parameter and cannot follow a rule: use the "
             "model as it was before it was quantized",
+        )
+    for name, parameter in model.named_parameters():
+        refuse(
+            parameter.is_complex(),
+            f"{name!r} is complex, but rules are about real numbers: store its real and imaginary parts, as torch.view_as_real "
+            "gives them, and use torch.view_as_complex in the forward pass",
         )
 
 

@@ -21,6 +21,21 @@ def test_base_and_model_may_live_on_meta():
     assert on_meta["embed.weight"].forward == (("embed", 1.0), ("head", 0.25))
 
 
+class Spectral(nn.Module):
+    """As in a Fourier neural operator."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.head = nn.Linear(3, width), nn.Linear(width, 3)
+        self.modes = nn.Parameter(torch.randn(width, width, 4, dtype=torch.cfloat))
+
+
+@pytest.mark.parametrize("call", [smupar.make_plan, smupar.parameterize])
+def test_complex_weights_are_refused_with_the_remedy(call):
+    with pytest.raises(ValueError, match=r"'modes' is complex.*view_as_real"):
+        call(Spectral(16), base=Spectral(4))
+
+
 def test_lazy_modules_ask_for_a_forward_pass_and_work_after_it():
     def model(width):
         return nn.Sequential(nn.LazyLinear(width), nn.ReLU(), nn.LazyLinear(2))
