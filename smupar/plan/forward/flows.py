@@ -70,11 +70,11 @@ class Known:
 
     flow: Flow
     sizes: Dims = ()
-    strides: Dims = ()
+    strides: Dims = ()  # in bytes, since complex and real views of one storage count in different units
     labels: Labels = ()
 
     def labels_of(self, tensor: Tensor) -> Labels:
-        return tuple(self._covered(*layout) for layout in zip(tensor.shape, tensor.stride(), strict=True))
+        return tuple(self._covered(*layout) for layout in zip(tensor.shape, strides_of(tensor), strict=True))
 
     def _covered(self, size: int, stride: int) -> frozenset[Label]:
         """The labels of one dimension of a view, given its size and stride."""
@@ -82,6 +82,11 @@ class Known:
         dims = zip(self.sizes, self.strides, self.labels, strict=True)
         ranged = (labels for num, step, labels in dims if num > 1 and reach >= step and stride % (step * num))
         return frozenset().union(*ranged) if size > 1 else frozenset()
+
+
+def strides_of(tensor: Tensor) -> Dims:
+    """The strides in bytes."""
+    return tuple(stride * tensor.element_size() for stride in tensor.stride())
 
 
 def by_name(labels: Iterable[frozenset[Label]]) -> dict[str, set[int]]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from smupar.plan.forward.flows import CONSTANT, Dims, Flow, Known, Label, Labels, by_name
+from smupar.plan.forward.flows import CONSTANT, Dims, Flow, Known, Label, Labels, by_name, strides_of
 from smupar.plan.forward.uses import Event, Usage, Use, WeightProduct
 
 
@@ -24,7 +24,7 @@ class UsageRecorder:
             self.put(parameter, CONSTANT, tuple(frozenset({(name, dim)}) for dim in range(parameter.ndim)))
 
     def put(self, tensor: Tensor, flow: Flow, labels: Labels = ()) -> None:
-        known = Known(flow, tuple(tensor.shape), tensor.stride(), labels) if any(labels) else Known(flow)
+        known = Known(flow, tuple(tensor.shape), strides_of(tensor), labels) if any(labels) else Known(flow)
         self._known[StorageWeakRef(tensor.untyped_storage())] = known
 
     def use_numbers(self, flow: Flow) -> None:

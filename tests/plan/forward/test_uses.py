@@ -199,3 +199,23 @@ def test_transformer_layers_of_torch_are_followed():
     assert all(found.uses[name].products for name in weights)
     assert {product.in_dims for product in found.uses["1.self_attn.in_proj_weight"].products} == {(1,)}
     assert [residual.ends for residual in found.residuals] == [("1.self_attn",), ("1.linear2",)]
+
+
+class Spectral(nn.Module):
+    """A complex matrix for each frequency, stored as real and imaginary parts, as in a Fourier neural operator."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.first, self.last = nn.Linear(2, width), nn.Linear(2 * width, 3)
+        self.modes = nn.Parameter(torch.randn(width, 2 * width, 4, 2))
+
+    def forward(self, x):
+        waves = torch.fft.rfft(self.first(x), dim=1)
+        waves = torch.einsum("bki,iok->bko", waves, torch.view_as_complex(self.modes))
+        return self.last(torch.fft.irfft(waves, dim=1))
+
+
+def test_complex_views_of_a_parameter_are_followed():
+    plan = smupar.make_plan(Spectral(32), base=Spectral(8), example=torch.randn(2, 6, 2))
+    assert plan["modes"].role == "hidden"
+    assert plan["modes"].in_dims == (0,)
