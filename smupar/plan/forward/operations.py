@@ -277,8 +277,11 @@ class Operations(UsageRecorder):
         if flow.mark == "weighted" and any(labels[dim] for dim in dims):
             rest = [labels[dim] for dim in range(tensor.ndim) if dim not in dims]
             return self.weigh([labels[dim] for dim in sorted(dims)], rest, flow)
+        size = math.prod(tensor.shape[dim] for dim in dims)
         if flow.mark == "product":
-            self.add_event("dot", [math.prod(tensor.shape[dim] for dim in dims)])
+            self.add_event("dot", [size])
+        elif flow.mark != "square" and flow.is_inside:
+            self.add_event("sum", [size])
         return replace(flow | CONSTANT, mark="norm" if flow.mark == "square" else "")
 
     def _residual(self, flow: Flow, first: Flow, second: Flow) -> Flow:

@@ -67,7 +67,7 @@ def evidence_of(
         notes.append(NORMED_OUTPUT)
     dots = _dots(usage, pairs)
     about = _partly_scaling(seen, usage, pairs, names)
-    notes += _about_dots(usage, dots)
+    notes += [*_about_dots(usage, dots), *_about_sums(pairs)]
     return Evidence(seen, notes, about, usage, in_sums=_in_sums(usage, dots), unscaled=_unscaled(usage, pairs))
 
 
@@ -289,13 +289,26 @@ def _in_sums(usage: Usage, dots: set[int]) -> frozenset[tuple[str, float]]:
 def _about_dots(usage: Usage, dots: set[int]) -> Iterator[Note]:
     paths = [usage.events[number].path for number in sorted(dots)]
     if paths:
-        shown = ", ".join(dict.fromkeys(repr(path) if path else "the model itself" for path in paths))
         yield Note(
             "dot product",
-            f"two layers' outputs are multiplied and summed over the width in {shown}. This sum grows with the width, and "
-            "no layer's factor corrects it: multiply it by the base's width over the model's, as plan.output_factor does for "
-            "logits, and by the base's own factor, if there is one",
+            f"two layers' outputs are multiplied and summed over the width in {_shown(paths)}. This sum grows with the width, "
+            "and no layer's factor corrects it: multiply it by the base's width over the model's, as plan.output_factor does "
+            "for logits, and by the base's own factor, if there is one",
         )
+
+
+def _about_sums(pairs: list[_Pair]) -> Iterator[Note]:
+    paths = [pair.base.path for pair in pairs if pair.base.kind == "sum" and pair.ratios != {1}]
+    if paths:
+        yield Note(
+            "sum",
+            f"outputs of a layer are summed over the width in {_shown(paths)}. This sum grows with the width, and no layer's "
+            "factor corrects it: take the mean instead, or multiply the sum by the base's width over the model's",
+        )
+
+
+def _shown(paths: list[str]) -> str:
+    return ", ".join(dict.fromkeys(repr(path) if path else "the model itself" for path in paths))
 
 
 def _partly_scaling(

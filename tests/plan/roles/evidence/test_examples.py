@@ -418,6 +418,28 @@ def test_dot_product_over_the_width_is_noted_unless_it_is_normalised(score, is_n
     assert ("dot product" in kinds(plan)) is is_noted
 
 
+def _capsules(a, b):
+    """Votes of capsules of fixed size, whose number follows the width."""
+    votes = a.unflatten(-1, (-1, 4)) * b.unflatten(-1, (-1, 4))[..., :1].sigmoid()
+    return votes.sum(-2)
+
+
+SUMS = {
+    "over the width": (lambda a, b: (a + b).sum(-1), True),
+    "over capsules": (_capsules, True),
+    "over tokens": (lambda a, b: (a + b).sum(1), False),
+    "mean": (lambda a, b: (a + b).mean(-1), False),
+    "length by hand": (lambda a, b: b / a.square().sum(-1, keepdim=True).sqrt(), False),
+    "softmax by hand": (lambda a, b: (a @ b.mT).exp() / (a @ b.mT).exp().sum(-1, keepdim=True) @ b, False),
+}
+
+
+@pytest.mark.parametrize(("score", "is_noted"), SUMS.values(), ids=SUMS)
+def test_sum_of_outputs_over_the_width_is_noted(score, is_noted):
+    plan = smupar.make_plan(Retrieval(64, score), base=Retrieval(16, score), example=TOKENS)
+    assert ("sum" in kinds(plan)) is is_noted
+
+
 class Divided(Retrieval):
     """Scores are divided by the root of the width; ``also`` multiplies what the layers read by the same number."""
 
