@@ -46,7 +46,7 @@ def test_every_class_name_is_used_once():
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_words_need_no_second_reading(path):
+def test_variables_have_nouns_and_docstrings_stand_alone(path):
     tree = ast.parse(path.read_text())
     stored = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     assert "one" not in stored  # a variable is called by its noun

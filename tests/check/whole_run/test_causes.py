@@ -70,7 +70,6 @@ HEALTHY = [
 @pytest.mark.parametrize("settings", HEALTHY, ids=str)
 def test_healthy_run_passes(settings):
     report = check(**settings)
-    print("OUTCOME", settings, {drift.kind: round(drift.worst[1], 2) for drift in report.of_rule("smupar")})
     assert report.ok, report.explain()
     assert all(diagnosis.cause == "thin" for diagnosis in report.diagnoses)
 
@@ -120,6 +119,5 @@ PLANTED = {
 def test_planted_fault_is_named(name):
     settings, cause, is_wrong = PLANTED[name]
     report = check(**settings)
-    print("OUTCOME", name, {drift.kind: round(drift.worst[1], 2) for drift in report.of_rule("smupar")}, report.explain())
     assert next(iter(report.diagnoses)).cause == cause
     assert report.ok == (not is_wrong)
