@@ -1,9 +1,8 @@
 """Many models as one: the same numbers as one by one, for a mixed bag of rules, densities, rates and seeds."""
 
-import json
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,27 +15,14 @@ from smupar.execute.stacked import Hyperparameters, Stack, train_stacked
 from smupar.lm.config.run_config import Execution, ModelConfig, RunConfig
 from smupar.lm.data.batches import open_text, read_batch
 from smupar.lm.model.gpt import build
-from smupar.lm.run.distributed import World
 from smupar.lm.run.optimizers import make_optimizers, set_lr
 from smupar.lm.run.schedule import lr_share
-from smupar.lm.run.stack import STACKABLE_FIELDS, GPTStack, fastest_attention, hyperparameters, stack_key
-from smupar.lm.run.step import Stepper, next_token_loss
+from smupar.lm.run.stack import GPTStack
+from smupar.lm.run.step import next_token_loss
+from tests.lm.run.bags import BAG, BASE, DEEP_BAG
 from tests.loops import loss_of, relative_error
 from tests.models import sequential
 from tests.texts import words
-
-BASE = RunConfig(model=ModelConfig(width=64, depth=1), base_width=32, steps=100, batch_size=4, seq_len=32, valid_batches=1)
-BAG = [
-    replace(BASE, rule="mup", sparsity=0.0, lr=2**-7),
-    replace(BASE, rule="smupar", sparsity=0.75, lr=2**-6, seed=1),
-    replace(BASE, rule="sp", sparsity=0.9, lr=2**-9, schedule="cosine"),
-    replace(BASE, rule="smupar-init-only", sparsity=0.9, lr=2**-8, init_std=0.05, alpha_input=4.0, seed=1),
-    replace(BASE, pattern="2:4", lr=2**-7, weight_decay=0.1, warmup=0),
-]
-
-
-DEEP = replace(BASE, model=replace(BASE.model, depth=3), base_depth=1, sparsity=0.5)
-DEEP_BAG = [DEEP, replace(DEEP, depth_rule="depth-mup", lr=2**-7), replace(DEEP, rule="mup"), replace(DEEP, depth_rule="none")]
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +47,6 @@ def one_by_one(config, text, steps):
             optimizer.zero_grad()
         losses.append(loss.item())
     return torch.tensor(losses), model
-
-
-def stepper_of(config, text):
-    return Stepper(config, Execution(device="cpu"), World(0, 1, torch.device("cpu"), "ddp"), text)
 
 
 def test_mixed_bag_gives_the_losses_of_single_runs_over_a_hundred_steps(text):
@@ -129,14 +111,6 @@ def test_attention_by_a_fused_kernel_gives_the_losses_of_products(text, dtype):
     assert relative_error(by["fused"], by["products"]) < {"fp32": 1e-6, "bf16": 2e-3}[dtype]
 
 
-def test_fused_attention_of_a_stack_is_for_long_sequences_in_bf16_on_a_gpu():
-    gpu, long = torch.device("cuda"), replace(BASE, seq_len=256, dtype="bf16")
-    assert fastest_attention(long, gpu) == "fused"
-    assert fastest_attention(replace(long, seq_len=128), gpu) == "products"
-    assert fastest_attention(replace(long, dtype="fp32"), gpu) == "products"
-    assert fastest_attention(BASE, torch.device("cpu")) == "fused"
-
-
 @pytest.mark.slow  # compiles for half a minute
 @pytest.mark.filterwarnings("default")  # torch warns of itself when it compiles
 def test_compiled_stack_is_refilled_with_any_runs_of_its_key_without_compiling_again(text):
@@ -177,74 +151,6 @@ def test_off_mask_weights_stay_zero(text):
         stack.step(step)
     name = "blocks.0.mlp.up.weight"
     assert stack.stack.tensors.params[name][~stack.stack.tensors.masks[name]].count_nonzero() == 0
-
-
-def test_stack_key_tells_what_fits_together():
-    assert len({stack_key(config) for config in BAG}) == 1
-    assert stack_key(replace(BASE, steps=99)) != stack_key(BASE)
-    assert stack_key(replace(BASE, model=replace(BASE.model, width=96))) != stack_key(BASE)
-    assert stack_key(replace(BASE, optimizer="nadam")) is None
-    assert len({stack_key(config) for config in DEEP_BAG}) == 1
-    # The model's own factor is a plain number, which all models of a stack share.
-    own = [replace(config, model=replace(DEEP.model, residual_factor=True)) for config in DEEP_BAG]
-    assert len({stack_key(config) for config in own}) == 2
-
-
-# What runs of a stack may differ in. For each such field: what both runs share, and the value that the second one has.
-DIFFERENT = {
-    "rule": ({}, "sp"),
-    "base_width": ({}, 64),
-    "kappa": ({"rule": "smupar-aligned", "kappa": 1.0}, 100.0),
-    "depth_rule": ({"model": replace(BASE.model, depth=2), "base_depth": 1}, "none"),
-    "sparsity": ({}, 0.5),
-    "pattern": ({"sparsity": None}, "1:2"),
-    "allocation": ({}, "erk"),
-    "init_std": ({}, 0.03),
-    "alpha_input": ({}, 3.0),
-    "alpha_output": ({}, 3.0),
-    "dynamic": ({"mask_every": 1}, "set"),
-    "mask_every": ({"dynamic": "set"}, 1),
-    "mask_stop": ({"dynamic": "set", "mask_every": 1}, 0.2),
-    "drop_fraction": ({"dynamic": "set", "mask_every": 1}, 0.6),
-    "correction": ({"dynamic": "gmp", "mask_every": 1}, "fixed"),
-    "follow": ({}, "trace"),
-    "lr": ({}, 2**-4),
-    "rest_lr": ({"rest_lr": 2**-8}, 2**-5),
-    "eps": ({}, 1e-3),
-    "eps_scaling": ({"eps": 1e-2}, "width"),
-    "weight_decay": ({}, 1.0),
-    "decay": ({"weight_decay": 1.0}, "coupled"),
-    "decayed": ({"weight_decay": 1.0}, "hidden"),
-    "clip": ({"clip": 10.0}, 0.01),
-    "schedule": ({}, "cosine"),
-    "warmup": ({}, 3),
-    "seed": ({}, 1),
-}
-
-
-def test_every_field_is_fixed_by_the_key_of_a_stack_or_may_differ():
-    assert set(DIFFERENT) == set(STACKABLE_FIELDS)
-    assert {item.name for item in fields(RunConfig)} - set(STACKABLE_FIELDS) <= json.loads(stack_key(BASE)).keys()
-
-
-@pytest.mark.parametrize("name", STACKABLE_FIELDS)
-def test_stack_reads_a_field_that_may_differ_from_each_run(name, text, tmp_path):
-    shared, value = DIFFERENT[name]
-    first = replace(BASE, **{"steps": 6, "sparsity": 0.75, "mask_stop": 1.0, "mask_every": 2} | shared)
-    if value == "trace":
-        proxy = stepper_of(replace(first, model=replace(first.model, width=32), sparsity=0.0, record=True), text)
-        for step in range(6):
-            proxy.step(step)
-        proxy.updates.trace.save(tmp_path / "trace.json")
-        value = str(tmp_path / "trace.json")
-    pair = [first, replace(first, **{name: value})]
-    assert stack_key(pair[0]) == stack_key(pair[1])
-    stack = GPTStack(pair, text, torch.device("cpu"))
-    stacked = torch.stack([stack.step(step) for step in range(6)])
-    single = [stepper_of(config, text) for config in pair]
-    alone = torch.tensor([[stepper.step(step).item() for stepper in single] for step in range(6)])
-    torch.testing.assert_close(stacked, alone, rtol=1e-4, atol=0)
-    assert (alone[:, 0] / alone[:, 1] - 1).abs().max() > 1e-3  # or nobody could tell that the field was not read
 
 
 # Models of one's own
@@ -297,12 +203,6 @@ def test_every_size_is_compiled_however_many_there_are():
         for size in range(2, 8):
             doubled(torch.ones(size))
     assert counters["stats"]["unique_graphs"] - before == 6
-
-
-def test_hyperparameters_are_those_of_the_run():
-    config = replace(BASE, lr=0.1, clip=2.0, betas=(0.8, 0.9))
-    made = hyperparameters(config)
-    assert (made.lr, made.clip, made.betas) == (0.1, 2.0, (0.8, 0.9))
 
 
 def with_layer(layer):

@@ -1,14 +1,10 @@
 """The optimizers that a run can name, on the built-in GPT."""
 
-import inspect
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from lion_pytorch import Lion
-from torch import nn
 
 from smupar.execute import stacked
 from smupar.lm.config.run_config import ModelConfig, RunConfig
@@ -18,7 +14,7 @@ from smupar.lm.run.distributed import World
 from smupar.lm.run.optimizers import make_optimizers, set_lr
 from smupar.lm.run.step import next_token_loss
 from smupar.model.parameterize import mask_of
-from smupar.plan.facts.optimizers import FAMILIES, OPTIMIZERS, facts_of, names_with
+from smupar.plan.facts.optimizers import FAMILIES
 
 NAMES = ("adamw", "adam", "sgd", "muon", "lion", "nadam", "radam", "adamax", "rmsprop", "adagrad")
 # Twice the base width at a quarter of the weights: the hidden LR factor of SmuPar is 1 / (2 * 1/4) = 2 for Adam.
@@ -58,76 +54,6 @@ def _hidden(model):
 
 def test_names_are_all_that_have_a_rule():
     assert set(NAMES) == set(FAMILIES)
-
-
-# The table
-
-
-def test_page_shows_the_table():
-    page = (Path(__file__).parents[3] / "docs" / "optimizers.md").read_text(encoding="utf-8")
-    assert "| Muon | muon | 1 | yes |  |  | yes | yes |" in page
-
-
-def _class(name):
-    return Lion if name == "lion" else getattr(torch.optim, OPTIMIZERS[name].name)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_facts_are_those_of_the_class(name):
-    facts, options = OPTIMIZERS[name], inspect.signature(_class(name)).parameters
-    assert facts.name == _class(name).__name__
-    assert facts.betas == ("betas" in options)
-    assert facts.fused == ("fused" in options)
-    # RMSprop has a momentum that a run does not set; Muon's epsilon is that of a norm.
-    assert facts.momentum == ("momentum" in options) or name == "rmsprop"
-    assert facts.eps == ("eps" in options) or name == "muon"
-    # Others are capturable too; the trainer's graphs are tested with these.
-    assert not facts.capturable or "capturable" in options
-
-
-@pytest.mark.parametrize("momentum", [0.0, 0.9])
-@pytest.mark.parametrize("name", NAMES)
-def test_number_of_states_is_what_the_optimizer_keeps(name, momentum):
-    parameter = nn.Parameter(torch.ones(4, 4))
-    optimizer = _class(name)([parameter], lr=0.01, **({"momentum": momentum} if OPTIMIZERS[name].momentum else {}))
-    parameter.grad = torch.ones(4, 4)
-    optimizer.step()
-    kept = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor) and value.ndim]
-    assert len(kept) == OPTIMIZERS[name].num_states_with(momentum)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_decay_is_decoupled_where_the_table_says_so(name):
-    # A decay that is added to the gradient, here 0, shows in what the optimizer remembers of it.
-    parameter = nn.Parameter(torch.ones(4, 4))
-    parameter.grad = torch.zeros(4, 4)
-    optimizer = _class(name)([parameter], lr=0.1, weight_decay=0.5, **({"momentum": 0.9} if OPTIMIZERS[name].momentum else {}))
-    optimizer.step()
-    states = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor) and value.ndim]
-    assert bool(states)
-    assert all(not state.any() for state in states) == OPTIMIZERS[name].decoupled
-    assert (parameter != 1).all()
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_only_optimizers_that_mix_entries_move_weights_without_gradient(name):
-    parameter = nn.Parameter(torch.zeros(4, 4))
-    parameter.grad = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).triu()
-    _class(name)([parameter], lr=0.1).step()
-    assert bool(parameter.detach().tril(-1).any()) == OPTIMIZERS[name].mixes_entries
-
-
-def test_stack_has_the_updates_that_the_table_says():
-    assert tuple(name.lower() for name in stacked.CHANGES) == names_with("stackable") == stacked.SUPPORTED
-
-
-def test_optimizer_is_known_by_name_class_and_instance():
-    muon = OPTIMIZERS["muon"]
-    parameter = nn.Parameter(torch.ones(2, 2))
-    for given in ("muon", "Muon", torch.optim.Muon, torch.optim.Muon([parameter])):
-        assert facts_of(given) is muon
-    stranger = facts_of(type("Soap", (torch.optim.AdamW,), {})([parameter]))
-    assert (stranger.name, stranger.family, stranger.mixes_entries) == ("Soap", None, True)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -1,15 +1,17 @@
 """Stacks of runs that move and are measured, against the same runs one by one."""
 
 import functools
-from dataclasses import replace
+import json
+from dataclasses import fields, replace
 
 import pytest
 import torch
 
 from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.lm.data.batches import open_text
-from smupar.lm.run.stack import GPTStack, stack_key
+from smupar.lm.run.stack import STACKABLE_FIELDS, GPTStack, fastest_attention, hyperparameters, stack_key
 from smupar.model.parameterize import mask_of
+from tests.lm.run.bags import BAG, BASE, DEEP, DEEP_BAG
 from tests.lm.run.runs import CPU, stepper_of
 
 STACKED = RunConfig(
@@ -180,3 +182,88 @@ def test_state_is_put_into_the_tensors_that_a_step_is_bound_to(library):
     stack.load_state_dict(state, num_steps=4)
     assert [tensor.data_ptr() for tensor in stack.stack.state_dict().values()] == places
     assert torch.equal(torch.stack(losses[4:]), torch.stack([stack.step(number) for number in range(4, 8)]))
+
+
+# What runs share, and what they may differ in
+
+
+def test_fused_attention_of_a_stack_is_for_long_sequences_in_bf16_on_a_gpu():
+    gpu, long = torch.device("cuda"), replace(BASE, seq_len=256, dtype="bf16")
+    assert fastest_attention(long, gpu) == "fused"
+    assert fastest_attention(replace(long, seq_len=128), gpu) == "products"
+    assert fastest_attention(replace(long, dtype="fp32"), gpu) == "products"
+    assert fastest_attention(BASE, CPU) == "fused"
+
+
+def test_stack_key_tells_what_fits_together():
+    assert len({stack_key(config) for config in BAG}) == 1
+    assert stack_key(replace(BASE, steps=99)) != stack_key(BASE)
+    assert stack_key(replace(BASE, model=replace(BASE.model, width=96))) != stack_key(BASE)
+    assert stack_key(replace(BASE, optimizer="nadam")) is None
+    assert len({stack_key(config) for config in DEEP_BAG}) == 1
+    # The model's own factor is a plain number, which all models of a stack share.
+    own = [replace(config, model=replace(DEEP.model, residual_factor=True)) for config in DEEP_BAG]
+    assert len({stack_key(config) for config in own}) == 2
+
+
+# What runs of a stack may differ in. For each such field: what both runs share, and the value that the second one has.
+DIFFERENT = {
+    "rule": ({}, "sp"),
+    "base_width": ({}, 64),
+    "kappa": ({"rule": "smupar-aligned", "kappa": 1.0}, 100.0),
+    "depth_rule": ({"model": replace(BASE.model, depth=2), "base_depth": 1}, "none"),
+    "sparsity": ({}, 0.5),
+    "pattern": ({"sparsity": None}, "1:2"),
+    "allocation": ({}, "erk"),
+    "init_std": ({}, 0.03),
+    "alpha_input": ({}, 3.0),
+    "alpha_output": ({}, 3.0),
+    "dynamic": ({"mask_every": 1}, "set"),
+    "mask_every": ({"dynamic": "set"}, 1),
+    "mask_stop": ({"dynamic": "set", "mask_every": 1}, 0.2),
+    "drop_fraction": ({"dynamic": "set", "mask_every": 1}, 0.6),
+    "correction": ({"dynamic": "gmp", "mask_every": 1}, "fixed"),
+    "follow": ({}, "trace"),
+    "lr": ({}, 2**-4),
+    "rest_lr": ({"rest_lr": 2**-8}, 2**-5),
+    "eps": ({}, 1e-3),
+    "eps_scaling": ({"eps": 1e-2}, "width"),
+    "weight_decay": ({}, 1.0),
+    "decay": ({"weight_decay": 1.0}, "coupled"),
+    "decayed": ({"weight_decay": 1.0}, "hidden"),
+    "clip": ({"clip": 10.0}, 0.01),
+    "schedule": ({}, "cosine"),
+    "warmup": ({}, 3),
+    "seed": ({}, 1),
+}
+
+
+def test_every_field_is_fixed_by_the_key_of_a_stack_or_may_differ():
+    assert set(DIFFERENT) == set(STACKABLE_FIELDS)
+    assert {item.name for item in fields(RunConfig)} - set(STACKABLE_FIELDS) <= json.loads(stack_key(BASE)).keys()
+
+
+@pytest.mark.parametrize("name", STACKABLE_FIELDS)
+def test_stack_reads_a_field_that_may_differ_from_each_run(name, library, tmp_path):
+    shared, value = DIFFERENT[name]
+    first = replace(BASE, **{"steps": 6, "sparsity": 0.75, "mask_stop": 1.0, "mask_every": 2} | shared)
+    if value == "trace":
+        proxy = stepper_of(replace(first, model=replace(first.model, width=32), sparsity=0.0, record=True), library)
+        for step in range(6):
+            proxy.step(step)
+        proxy.updates.trace.save(tmp_path / "trace.json")
+        value = str(tmp_path / "trace.json")
+    pair = [first, replace(first, **{name: value})]
+    assert stack_key(pair[0]) == stack_key(pair[1])
+    stack = GPTStack(pair, library, CPU)
+    stacked = torch.stack([stack.step(step) for step in range(6)])
+    single = [stepper_of(config, library) for config in pair]
+    alone = torch.tensor([[stepper.step(step).item() for stepper in single] for step in range(6)])
+    torch.testing.assert_close(stacked, alone, rtol=1e-4, atol=0)
+    assert (alone[:, 0] / alone[:, 1] - 1).abs().max() > 1e-3  # or nobody could tell that the field was not read
+
+
+def test_hyperparameters_are_those_of_the_run():
+    config = replace(BASE, lr=0.1, clip=2.0, betas=(0.8, 0.9))
+    made = hyperparameters(config)
+    assert (made.lr, made.clip, made.betas) == (0.1, 2.0, (0.8, 0.9))

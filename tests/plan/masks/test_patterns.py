@@ -15,6 +15,7 @@ from torch import nn
 import smupar
 from smupar.plan.globs import match_globs
 from smupar.plan.masks.allocations import allocate, as_density, er, erk, uniform
+from smupar.plan.masks.allocations import as_density
 from smupar.plan.masks.patterns import _exact_random, generator, parse_pattern
 from tests.plan.nets import plan_mlp
 
@@ -445,100 +446,10 @@ def test_parse_pattern_reads_every_spelling():
         assert parse_pattern(text).name == text
 
 
-def test_as_density_is_the_fraction_that_was_meant():
-    assert as_density(0.1) == Fraction(1, 10)
-    assert as_density(1 / 3) == Fraction(1, 3)
-    assert as_density(256 / 1088) == Fraction(4, 17)
-    assert as_density(1 - 0.992188) == Fraction(7812, 10**6)
-    assert as_density(1) == 1
-    # Far below any tensor's size, but not 0.
-    assert as_density(1e-12) > 0
-
-
-# Allocations; the expected numbers are sparsities, as others print them
-
-SHAPES = {"a": (2, 4), "b": (3, 6), "c": (6, 4, 2)}
-
-
-@pytest.mark.parametrize(
-    ("allocation", "shapes", "sparsities"),
-    [
-        (erk(0.5), SHAPES, [0, 0.309524, 0.654762]),
-        (er(0.5), SHAPES, [0.207143, 0.471429, 0.559524]),
-        (erk(1 - 0.8), SHAPES, [0.555556, 0.703704, 0.851852]),
-        (erk(0.5), {"a": (2, 4), "c": (3, 6, 7), "d": (7, 4)}, [0, 0.642857, 0]),
-    ],
-)
-def test_er_and_erk_agree_with_peers(allocation, shapes, sparsities):
-    found = allocate(allocation, shapes)
-    assert [float(1 - found[name]) for name in shapes] == pytest.approx(sparsities, abs=5e-7)
-
-
-@settings(deadline=None)
-@given(
-    st.lists(st.lists(st.integers(1, 300), min_size=2, max_size=4), min_size=1, max_size=6),
-    st.fractions(Fraction(1, 1000), 1, max_denominator=10**6),
-    st.sampled_from([uniform, er, erk]),
-)
-def test_allocation_spends_the_whole_budget(shapes, density, allocation):
-    named = {f"layer{i}": tuple(shape) for i, shape in enumerate(shapes)}
-    found = allocate(allocation(density), named)
-    assert list(found) == list(named)
-    assert all(0 <= value <= 1 for value in found.values())
-    budget = density * sum(math.prod(shape) for shape in named.values())
-    # Peers count the budget in whole weights of each tensor, hence half a weight of room for each.
-    assert abs(sum(found[name] * math.prod(shape) for name, shape in named.items()) - budget) <= Fraction(len(named), 2)
-
-
-def test_erk_below_saturation_is_proportional_to_its_shares():
-    found = allocate(erk(1 / 64), {"small": (64, 64), "large": (256, 128)})
-    # (64 + 64) / 64^2 against (256 + 128) / (256 * 128)
-    assert found["small"] / found["large"] == Fraction(1, 32) / Fraction(3, 256)
-
-
-def test_uniform_and_plain_float_are_the_same():
-    assert allocate(0.1, SHAPES) == allocate(uniform(0.1), SHAPES) == dict.fromkeys(SHAPES, Fraction(1, 10))
-
-
-@pytest.mark.parametrize("density", [0, 1.5, float("nan"), True])
-def test_allocate_bad_density_raises(density):
-    for setting in (density, erk(density), {"a": density}):
-        with pytest.raises(ValueError, match=r"must lie in \(0, 1\]"):
-            allocate(setting, {"a": (4, 4)})
-
-
-def test_allocate_by_glob_leaves_the_others_dense():
-    found = allocate({"a": 0.25}, SHAPES)
-    assert found == {"a": Fraction(1, 4), "b": 1, "c": 1}
-
-
-# Globs
-
-NAMES = ["blocks.0.fc.weight", "blocks.1.fc.weight", "blocks.1.proj.weight"]
-
-
-def match(settings_by_glob):
-    return match_globs(settings_by_glob, NAMES, setting="density", among="hidden weights")
-
-
-def test_globs_first_match_wins():
-    assert match({"blocks.0.*": 1, "*.fc.weight": 2, "*": 3}) == {
-        "blocks.0.fc.weight": 1,
-        "blocks.1.fc.weight": 2,
-        "blocks.1.proj.weight": 3,
-    }
-
-
-def test_globs_leave_out_what_none_matches():
-    assert match({"*.proj.weight": 1}) == {"blocks.1.proj.weight": 1}
-    assert match({}) == {}
-
-
 # Refusals
 
 UNKNOWN = r'unknown pattern .*choose one of "random" \| "bernoulli" \| "fan_in"'
 HALF = Fraction(1, 2)
-MANY = [f"blocks.{i}.weight" for i in range(20)]
 REFUSED = [
     (lambda: count("2:4", (24, 30), (1,), HALF), r"2:4 needs dimensions divisible by 4, this one is 30"),
     (lambda: count("2:4", (24, 32), (1,), Fraction(1, 4)), r"2:4 keeps exactly 2/4 of the weights, not 0.25"),
@@ -555,23 +466,6 @@ REFUSED = [
         for text in ("", "Random", "nm", "2:", ":4", "2:4-x", "2:4-", "-2:4", "block", "block-0", "block-x")
     ),
     *((partial(parse_pattern, text), "0 < N < M") for text in ("0:4", "4:4", "5:4")),
-    *(
-        (partial(as_density, value, "density['fc']"), r"density\['fc'\] must lie in \(0, 1\].*1 - sparsity")
-        for value in (0, -0.5, 1.0000001, 2, float("nan"), float("inf"), True, "0.5", None)
-    ),
-    (
-        lambda: match({"*": 1, "blocks.0.*": 2}),
-        r"density: 'blocks.0\.\*' has no effect, earlier globs take all its matches",
-    ),
-    (
-        lambda: match({"layers.*": 1, "*": 2}),
-        r"density: 'layers\.\*' matches none of the hidden weights: blocks.0.fc.weight, ",
-    ),
-    (
-        lambda: match_globs({"x": 1}, MANY, setting="roles", among="parameters"),
-        r"blocks\.7\.weight, \.\.\. \(20 in all\)$",
-    ),
-    (lambda: match({"Blocks.*": 1}), "matches none"),  # case-sensitive
 ]
 
 
