@@ -122,30 +122,22 @@ def test_every_optimizer_follows_in_a_stack_as_alone(traces, library, fields, st
     )
 
 
-def test_rounds_of_imp_in_a_stack_are_those_of_single_runs(traces, library):
-    imp = replace(STACKED, dynamic="imp", rounds=3, steps=24)
-    bag = [imp, replace(imp, correction="fixed"), replace(imp, follow=traces())]
-    assert_stack_is_one_by_one(bag, library, tolerance=1e-4, steps=24, trace_tolerance=1e-3)
+IMP = replace(STACKED, dynamic="imp", rounds=3, steps=24)
+FOLLOWS = {"follow": "trace"}
+# name -> (what the runs share, what each has of its own, how near losses are)
+ALIKE = {
+    "rounds of imp": (IMP, [{}, {"correction": "fixed"}, FOLLOWS], 1e-4),
+    "rounds of imp with the last density follow": (replace(IMP, correction="fixed"), [FOLLOWS, {**FOLLOWS, "seed": 1}], 1e-4),
+    "rounds of imp are recorded": (replace(IMP, rounds=1, steps=50, record=True), [{}], 1e-4),
+    "a rate of its own for the rest follows": (replace(STACKED, rest_lr=2**-8, steps=6), [FOLLOWS], 1e-5),
+    "one run is recorded": (replace(STACKED, record=True, steps=8), [{}], 1e-5),
+}
 
 
-def test_rounds_of_imp_with_the_last_density_follow_in_a_stack_as_alone(traces, library):
-    imp = replace(STACKED, dynamic="imp", rounds=3, steps=24, correction="fixed", follow=traces())
-    assert_stack_is_one_by_one([imp, replace(imp, seed=1)], library, tolerance=1e-4, steps=24, trace_tolerance=1e-3)
-
-
-def test_rounds_of_imp_are_recorded_in_a_stack_as_alone(library):
-    imp = replace(STACKED, dynamic="imp", rounds=1, steps=50, record=True)
-    assert_stack_is_one_by_one([imp], library, tolerance=1e-4, steps=50, trace_tolerance=1e-3)
-
-
-def test_adamw_with_a_rate_of_its_own_for_the_rest_follows(traces, library):
-    follows = replace(STACKED, rest_lr=2**-8, steps=6, follow=traces())
-    assert_stack_is_one_by_one([follows], library, tolerance=1e-5, steps=6, trace_tolerance=1e-3)
-
-
-def test_stack_of_one_records_as_the_trainer(library):
-    config = replace(STACKED, record=True, steps=8)
-    assert_stack_is_one_by_one([config], library, tolerance=1e-5, steps=8, trace_tolerance=1e-3)
+@pytest.mark.parametrize(("shared", "own", "tolerance"), ALIKE.values(), ids=ALIKE)
+def test_runs_in_a_stack_are_as_alone(traces, library, shared, own, tolerance):
+    bag = [replace(shared, **fields | ({"follow": traces()} if "follow" in fields else {})) for fields in own]
+    assert_stack_is_one_by_one(bag, library, tolerance=tolerance, steps=shared.steps, trace_tolerance=1e-3)
 
 
 def test_run_that_diverges_in_a_stack_says_so_in_its_trace_and_hurts_nobody(library):
