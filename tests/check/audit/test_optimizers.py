@@ -9,61 +9,128 @@ from torch.optim import lr_scheduler
 import smupar
 from tests.check.audit.audited import adamw, findings, mlp, only_finding, ready, train
 
+AdamW, SGD, Adafactor = torch.optim.AdamW, torch.optim.SGD, torch.optim.Adafactor
 
-def test_optimizer_of_all_parameters_is_found():
+
+class Signum(SGD):
+    """An optimizer of the user's own."""
+
+
+def grouped(kind, model, plan, **settings):
+    return kind(smupar.param_groups(model, plan, lr=0.01, **settings))
+
+
+def changed(optimizer, *numbers, **settings):
+    """An optimizer with other settings in these of its groups, or in all."""
+    for number in numbers or range(len(optimizer.param_groups)):
+        optimizer.param_groups[number].update(settings)
+    return optimizer
+
+
+def warmed_up(optimizer):
+    """The learning rate is 0 now; what it will be is in ``initial_lr``."""
+    return lr_scheduler.LambdaLR(optimizer, lambda step: step / 10).optimizer
+
+
+def without(optimizer, parameter):
+    for group in optimizer.param_groups:
+        group["params"] = [each for each in group["params"] if each is not parameter]
+    return optimizer
+
+
+def muon_and_adamw(model, plan, **settings):
+    muon = torch.optim.Muon(smupar.param_groups(model, plan, lr=0.02, optimizer="muon", only="hidden"))
+    return [changed(muon, **settings), adamw(model, plan, only="rest")]
+
+
+def by_shape(model):
+    matrices, vectors = ([p for p in model.parameters() if (p.ndim == 2) is wanted] for wanted in (True, False))
+    return [torch.optim.Muon(matrices, lr=0.02), AdamW(vectors, lr=0.01)]
+
+
+HIDDEN = ["'fc2.weight'", "'fc3.weight'"]
+SAME_RATE = "learning rate is 0.01, the plan says 0.005"
+SECOND = "'hidden, LR x 0.5, width 4, density 0.5'"
+ADAFACTOR = ["Adafactor", "Use AdamW or SGD", "measured updates"]
+# The mistake -> (the optimizers that make it, the weights that are named, or None if one finding tells of all, what it says).
+MISTAKES = {
+    "all parameters in one group": (
+        lambda model, plan: AdamW(model.parameters(), lr=0.01),
+        HIDDEN, [SAME_RATE, "smupar.param_groups(model, plan, lr=...)"],
+    ),
+    "all parameters in one group, under a warm-up from zero": (
+        lambda model, plan: warmed_up(AdamW(model.parameters(), lr=0.01)), HIDDEN, [],
+    ),
+    "groups of SGD given to AdamW": (
+        lambda model, plan: grouped(AdamW, model, plan, optimizer="sgd"),
+        None, ["sgd family", "AdamW", "optimizer='adamw' to param_groups"],
+    ),
+    "groups of AdamW given to SGD": (
+        lambda model, plan: grouped(SGD, model, plan), None, ["adam family", "optimizer='sgd' to param_groups"],
+    ),
+    "twice the rate of a group before its scheduler": (
+        lambda model, plan: warmed_up(changed(adamw(model, plan), 1, lr=0.01)), HIDDEN, [SAME_RATE],
+    ),
+    "a scheduler that erased the ratios": (
+        lambda model, plan: lr_scheduler.OneCycleLR(adamw(model, plan), max_lr=0.01, total_steps=10).optimizer,
+        None, [SECOND, "give OneCycleLR max_lr=[g['lr'] for g in optimizer.param_groups]"],
+    ),
+    "a parameter is missing": (
+        lambda model, plan: without(adamw(model, plan), model.fc3.bias),
+        ["'fc3.bias' is trained but in no optimizer group"], ["param_groups"],
+    ),
+    "Adafactor with all parameters": (lambda model, plan: Adafactor(model.parameters()), None, ADAFACTOR),
+    "Adafactor with groups": (lambda model, plan: grouped(Adafactor, model, plan), None, ADAFACTOR),
+    "groups that name an unknown family": (
+        lambda model, plan: changed(grouped(Signum, model, plan, optimizer="adamw"), family="mine"),
+        None, ["no learning-rate rule is known for optimizer 'Signum'"],
+    ),
+    "an optimizer that is not known": (
+        lambda model, plan: Signum(model.parameters(), lr=0.01), None, ["'Signum'", "optimizer='adamw'"],
+    ),
+    "twice the rate of a group of an optimizer that is not known": (
+        lambda model, plan: changed(grouped(Signum, model, plan, optimizer="adamw"), 1, lr=0.01), None, [SECOND],
+    ),
+    "Muon that sizes its update in another way": (
+        lambda model, plan: muon_and_adamw(model, plan, adjust_lr_fn="match_rms_adamw"),
+        None, ["Muon with adjust_lr_fn='match_rms_adamw'"],
+    ),
+    "Muon with other than hidden weights": (lambda model, plan: by_shape(model), None, ["not hidden weights", "only='hidden'"]),
+    "a decay given to the optimizer alone": (
+        lambda model, plan: AdamW(smupar.param_groups(model, plan, lr=0.01), weight_decay=0.2),
+        None, ["weight_decay=0.2 was given to AdamW, where it has no effect", "pass it to param_groups(..., weight_decay=...)"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "named", "parts"), MISTAKES.values(), ids=MISTAKES)
+def test_mistake_in_optimizers_is_found(make, named, parts):
     model, plan = mlp()
-    lines = findings(model, plan, torch.optim.AdamW(model.parameters(), lr=0.01))
-    assert [line.split(":")[0] for line in lines] == ["'fc2.weight'", "'fc3.weight'"]
-    assert all("learning rate is 0.01, the plan says 0.005" in line for line in lines)
-    assert all("smupar.param_groups(model, plan, lr=...)" in line for line in lines)
+    lines = findings(model, plan, make(model, plan))
+    assert len(lines) == 1 if named is None else [line.split(":")[0] for line in lines] == named
+    assert all(part in line for line in lines for part in parts)
 
 
-def test_optimizer_of_all_parameters_is_found_under_a_warm_up_from_zero():
-    model, plan = mlp()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)
-    assert optimizer.param_groups[0]["lr"] == 0
-    lines = findings(model, plan, optimizer)
-    assert [line.split(":")[0] for line in lines] == ["'fc2.weight'", "'fc3.weight'"]
-
-
-def test_groups_of_another_family_are_found():
-    model, plan = mlp()
-    line = only_finding(model, plan, torch.optim.AdamW(smupar.param_groups(model, plan, lr=0.01, optimizer="sgd")))
-    assert "sgd family" in line
-    assert "AdamW" in line
-    assert "optimizer='adamw' to param_groups" in line
-    line = only_finding(model, plan, torch.optim.SGD(smupar.param_groups(model, plan, lr=0.01)))
-    assert "adam family" in line
-    assert "optimizer='sgd' to param_groups" in line
-
-
-def test_one_group_with_twice_its_lr_is_found_and_named():
-    for doubled in range(3):
-        model, plan = mlp({"fc2.weight": 1 / 8, "fc3.weight": 1 / 2})
-        optimizer = adamw(model, plan)
-        names = [group["name"] for group in optimizer.param_groups]
-        assert len(names) == 3
-        optimizer.param_groups[doubled]["lr"] *= 2
-        line = only_finding(model, plan, optimizer)
-        assert [name for name in names if repr(name) in line] == [names[doubled]]
-
-
-def test_one_group_with_twice_its_lr_before_its_scheduler_is_found():
-    model, plan, optimizer = ready()
-    optimizer.param_groups[1]["lr"] *= 2
-    lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)  # lr is 0 now; what it will be is in initial_lr
-    lines = findings(model, plan, optimizer)
-    assert [line.split(":")[0] for line in lines] == ["'fc2.weight'", "'fc3.weight'"]
-    assert all("learning rate is 0.01, the plan says 0.005" in line for line in lines)
-
-
-def test_scheduler_that_erased_the_ratios_is_found():
-    model, plan, optimizer = ready()
-    lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=10)
+@pytest.mark.parametrize("doubled", range(3))
+def test_one_group_with_twice_its_lr_is_found_and_named(doubled):
+    model, plan = mlp({"fc2.weight": 1 / 8, "fc3.weight": 1 / 2})
+    optimizer = adamw(model, plan)
+    names = [group["name"] for group in optimizer.param_groups]
+    assert len(names) == 3
+    optimizer.param_groups[doubled]["lr"] *= 2
     line = only_finding(model, plan, optimizer)
-    assert "'hidden, LR x 0.5, width 4, density 0.5'" in line
-    assert "give OneCycleLR max_lr=[g['lr'] for g in optimizer.param_groups]" in line
+    assert [name for name in names if repr(name) in line] == [names[doubled]]
+
+
+def test_optimizer_of_the_users_own_passes_if_its_groups_name_a_family():
+    model, plan = mlp()
+    assert smupar.audit(model, plan, grouped(Signum, model, plan, optimizer="adamw"), lr=0.01) == []
+
+
+def test_decay_of_the_groups_may_also_be_given_to_the_optimizer():
+    model, plan = mlp()
+    groups = smupar.param_groups(model, plan, lr=0.01, weight_decay=0.2)
+    assert smupar.audit(model, plan, torch.optim.AdamW(groups, weight_decay=0.2)) == []
 
 
 def test_schedulers_that_multiply_pass():
@@ -100,16 +167,6 @@ def test_tensor_lrs_pass_and_are_checked():
     assert "'hidden, LR x 0.5, width 4, density 0.5'" in only_finding(model, plan, optimizer)
 
 
-def test_parameter_missing_from_the_optimizer_is_found():
-    model, plan = mlp()
-    groups = smupar.param_groups(model, plan, lr=0.01)
-    for group in groups:
-        group["params"] = [parameter for parameter in group["params"] if parameter is not model.fc3.bias]
-    line = only_finding(model, plan, torch.optim.AdamW(groups))
-    assert line.startswith("'fc3.bias' is trained but in no optimizer group")
-    assert "param_groups" in line or "requires_grad" in line  # what to do about it
-
-
 def test_frozen_parameter_need_not_be_in_the_optimizer():
     model, plan = mlp()
     model.fc3.weight.requires_grad_(False)
@@ -125,45 +182,6 @@ def test_parameter_in_two_optimizers_is_found():
     assert any("fc2.weight" in line for line in lines)
 
 
-def test_adafactor_is_found():
-    model, plan = mlp()
-    for groups in (model.parameters(), smupar.param_groups(model, plan, lr=0.01)):
-        line = only_finding(model, plan, torch.optim.Adafactor(groups))
-        assert "Adafactor" in line
-        assert "Use AdamW or SGD" in line
-        assert "measured updates" in line
-
-
-def test_groups_that_name_an_unknown_family_are_found():
-    class Mine(torch.optim.AdamW):
-        pass
-
-    model, plan = mlp()
-    optimizer = Mine(smupar.param_groups(model, plan, lr=0.01))
-    for group in optimizer.param_groups:
-        group["family"] = "mine"
-    assert "no learning-rate rule is known for optimizer 'Mine'" in only_finding(model, plan, optimizer)
-
-
-def test_unknown_optimizer_is_found_unless_its_groups_name_a_family():
-    class Signum(torch.optim.SGD):
-        """An optimizer of the user's own."""
-
-    model, plan = mlp()
-    line = only_finding(model, plan, Signum(model.parameters(), lr=0.01))
-    assert "'Signum'" in line
-    assert "optimizer='adamw'" in line
-    own = Signum(smupar.param_groups(model, plan, lr=0.01, optimizer="adamw"))
-    assert smupar.audit(model, plan, own, lr=0.01) == []
-    own.param_groups[1]["lr"] *= 2
-    assert "'hidden, LR x 0.5, width 4, density 0.5'" in only_finding(model, plan, own)
-
-
-def muon_and_adamw(model, plan):
-    muon = torch.optim.Muon(smupar.param_groups(model, plan, lr=0.02, optimizer="muon", only="hidden"))
-    return [muon, adamw(model, plan, only="rest")]
-
-
 @pytest.mark.parametrize("attached", [False, True])
 def test_muon_passes_with_and_without_attach(attached):
     model, plan = mlp()
@@ -171,14 +189,6 @@ def test_muon_passes_with_and_without_attach(attached):
     if attached:
         smupar.attach(model, plan, optimizers)
     assert smupar.audit(model, plan, optimizers) == []
-
-
-def test_muon_that_sizes_its_update_in_another_way_is_found():
-    model, plan = mlp(1)
-    optimizers = muon_and_adamw(model, plan)
-    for group in optimizers[0].param_groups:
-        group["adjust_lr_fn"] = "match_rms_adamw"
-    assert only_finding(model, plan, optimizers).startswith("Muon with adjust_lr_fn='match_rms_adamw'")
 
 
 def test_infinite_weight_on_the_mask_is_not_off_it():
@@ -192,16 +202,6 @@ def test_infinite_weight_on_the_mask_is_not_off_it():
 def test_dense_muon_passes():
     model, plan = mlp(1)
     assert smupar.audit(model, plan, muon_and_adamw(model, plan)) == []
-
-
-def test_muon_with_other_than_hidden_weights_is_found():
-    model, plan = mlp(1)
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim == 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(vectors, lr=0.01)]
-    line = only_finding(model, plan, optimizers)
-    assert "not hidden weights" in line
-    assert "only='hidden'" in line
 
 
 def test_every_optimizer_of_a_list_is_checked():

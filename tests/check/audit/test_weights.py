@@ -322,15 +322,6 @@ def test_other_faults_are_found_after_training_steps():
     assert only_finding(model, plan, optimizer).startswith("'fc2.weight': 2048 weights off the mask are not 0")
 
 
-def test_decay_given_to_the_optimizer_alone_is_found():
-    model, plan = mlp()
-    text = only_finding(model, plan, torch.optim.AdamW(smupar.param_groups(model, plan, lr=0.01), weight_decay=0.2))
-    assert "weight_decay=0.2 was given to AdamW, where it has no effect" in text
-    assert "pass it to param_groups(..., weight_decay=...)" in text
-    groups = smupar.param_groups(model, plan, lr=0.01, weight_decay=0.2)
-    assert smupar.audit(model, plan, torch.optim.AdamW(groups, weight_decay=0.2)) == []
-
-
 def test_large_embedding_passes():
     def make(width):
         return nn.Sequential(nn.Embedding(50257, width), nn.Linear(width, width), nn.Linear(width, 4))
