@@ -24,7 +24,7 @@ from smupar.study.report import write_report
 from smupar.study.stages import run_study, run_until_complete
 from smupar.study.store import Study
 from smupar.study.transfer import proposals
-from tests.lm.run.processes import quiet, run_command
+from tests.lm.run.processes import kill_at_random_moments, quiet, run_command
 from tests.study.tiny import AXES, PROCESSES, TINY, TINY_FLAGS, run
 
 # The store
@@ -46,19 +46,14 @@ def test_table_has_a_row_per_run(serial):
 
 
 def test_study_killed_at_random_moments_ends_with_the_same_table(serial, tmp_path):
-    moments = random.Random(1)
-    kills = 0
     folder = tmp_path / "study"
-    while True:
+
+    def start():
         process = PROCESSES.Process(target=_quietly, args=(folder, tmp_path / "log"))
         process.start()
-        process.join(timeout=moments.uniform(0.1, 3) if kills < 5 else None)
-        if process.exitcode is not None:
-            assert process.exitcode == 0, (tmp_path / "log").read_text()
-            break
-        process.kill()
-        process.join()
-        kills += 1
+        return process
+
+    kill_at_random_moments(start, random.Random(1), 5, earliest=0.1, latest=3)
     assert (folder / "table.csv").read_text() == (serial.folder / "table.csv").read_text()
 
 

@@ -56,6 +56,20 @@ def _on_rank(rank, port, work, log):
         work()
 
 
+def kill_at_random_moments(start, moments, num_kills, *, earliest=0.0, latest):
+    """Starts a process until it ends by itself, and kills it at most so many times before. Returns how often it was killed."""
+    kills = 0
+    while True:
+        process = start()
+        process.join(timeout=moments.uniform(earliest, latest) if kills < num_kills else None)
+        if process.exitcode is not None:
+            assert process.exitcode == 0
+            return kills
+        process.kill()
+        process.join()
+        kills += 1
+
+
 def in_process(config, how, limit=None):
     """Runs in a process of its own, quietly. A limit on the size of files stands for a full disk."""
     process = PROCESSES.Process(target=_run, args=(config, how, limit))

@@ -1,5 +1,6 @@
 """The training loop in one process: resumed, killed, stopped, out of disk, diverged."""
 
+import functools
 import json
 import os
 import random
@@ -16,7 +17,7 @@ from smupar.lm.config.run_config import RunConfig
 from smupar.lm.run.folder import read_summary
 from smupar.lm.run.train import train
 from smupar.output.json_files import read_object, write_sealed
-from tests.lm.run.processes import PROCESSES, in_process, run_command
+from tests.lm.run.processes import PROCESSES, in_process, kill_at_random_moments, run_command
 from tests.lm.run.runs import CURVE, HOW, assert_same_curve, assert_same_run, checkpoints, losses, resumable, rows, tensors
 
 
@@ -55,24 +56,15 @@ def test_checkpoint_has_no_pickle_in_it(finished):
     assert kinds == {".safetensors", ".json"}
 
 
-@pytest.mark.parametrize("number", [5, pytest.param(20, marks=pytest.mark.slow)])
-def test_killed_at_random_moments_the_run_ends_with_the_same_bits(finished, config, tmp_path, number):
+def test_killed_at_random_moments_the_run_ends_with_the_same_bits(finished, config, tmp_path):
+    """Runs of other kinds, and other signals: tests/faults/test_killed_runs.py."""
     reference, seconds = finished
-    moments = random.Random(0)
-    kills = runs = 0
-    while kills < number or not runs:
-        folder = tmp_path / f"run-{runs}"
-        while True:
-            process = in_process(config, replace(HOW, out=str(folder)))
-            process.join(timeout=moments.uniform(0, seconds) if kills < number else None)
-            if process.exitcode is not None:
-                assert process.exitcode == 0, folder.with_suffix(".log").read_text()
-                break
-            process.kill()
-            process.join()
-            kills += 1
-        assert_same_run(folder, reference)
-        runs += 1
+    moments, kills = random.Random(0), []
+    while sum(kills) < 5:
+        how = replace(HOW, out=str(tmp_path / f"run-{len(kills)}"))
+        start = functools.partial(in_process, config, how)
+        kills.append(kill_at_random_moments(start, moments, 5 - sum(kills), latest=seconds))
+        assert_same_run(how.out, reference)
 
 
 @pytest.mark.parametrize("left", [".unfinished-00000030", ".unfinished-00000027"])
