@@ -1,5 +1,7 @@
 """Masks that move and updates that are measured, as in the dense model."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -20,20 +22,62 @@ from tests.execute.sparse.kept import (
 )
 
 
-@pytest.mark.parametrize("kind", ["RigL", "SET"])
-def test_moving_masks_follow_those_of_the_dense_model(kind):
-    dense, sparse, plan = pair()
-    losses = []
+def run_both(start_density, steps, act, **settings):
+    """The same run of the dense model and of its non-zeros, their losses alike: the models, and what acted in each."""
+    dense, sparse, plan = pair(start_density)
+    losses, acted = [], []
     for model in (dense, sparse):
         optimizer = adamw(model, plan)
-        sparsifier = getattr(smupar, kind)(model, plan, optimizer, every=3, stop=20, restart_bias_correction=True)
-        losses.append(train(model, optimizer, 25, after=sparsifier.step))
+        acts = act(model, plan, optimizer, **settings)
+        losses.append(train(model, optimizer, steps, after=acts.step if callable(acts.step) else lambda: None))
+        acted.append(acts)
     torch.testing.assert_close(*losses, rtol=0, atol=1e-4)
-    start = parameterized()[0]
+    return (dense, sparse), acted
+
+
+MOVES = {"every": 3, "stop": 20, "restart_bias_correction": True}
+PRUNES = {"density": 0.1, "every": 3, "stop": 15}
+# name -> (the density at the start, the number of steps, what moves the masks)
+MOVING = {
+    "RigL": (0.25, 25, partial(smupar.RigL, **MOVES)),
+    "SET": (0.25, 25, partial(smupar.SET, **MOVES)),
+    "GMP": (0.5, 20, partial(smupar.GMP, **PRUNES, pool="layer")),
+    "GMP, global": (0.5, 20, partial(smupar.GMP, **PRUNES, pool="global")),
+}
+
+
+@pytest.mark.parametrize(("density", "steps", "act"), MOVING.values(), ids=MOVING)
+def test_masks_that_move_are_those_of_the_dense_model(density, steps, act):
+    (dense, sparse), _ = run_both(density, steps, act)
+    start = parameterized(density)[0]
     for name in HIDDEN:
         assert torch.equal(mask_of(dense, name), mask_of(sparse, name))
         assert not torch.equal(mask_of(sparse, name), mask_of(start, name))
-        assert mask_of(sparse, name).sum() == mask_of(start, name).sum()
+        if density == 0.25:  # each layer keeps as many weights as it had
+            assert mask_of(sparse, name).sum() == mask_of(start, name).sum()
+    num_kept = sum(len(sparse.get_parameter(name)) for name in HIDDEN)
+    assert num_kept == pytest.approx(act.keywords.get("density", density) * 5120, abs=2)
+
+
+def test_iterative_pruning_goes_back_to_the_same_weights():
+    models, _ = run_both(0.5, 8, smupar.IMP, density=0.1, rounds=2, every=4, rewind=1)
+    assert_same_weights(*models, rtol=0, atol=1e-6)
+
+
+def test_measured_updates_are_those_of_the_dense_model():
+    _, (dense, sparse) = run_both(0.25, 6, smupar.record_updates)
+    for name in HIDDEN:
+        assert dense.trace.shapes[name] == sparse.trace.shapes[name]
+        assert sparse.trace.effects[name] == pytest.approx(dense.trace.effects[name], rel=1e-3)
+
+
+def test_following_a_trace_gives_the_run_of_the_dense_model():
+    proxy = net(16)
+    plan = smupar.parameterize(proxy, base=net(8), reset=False)
+    optimizer = adamw(proxy, plan)
+    with smupar.record_updates(proxy, plan, optimizer) as trace:
+        train(proxy, optimizer, 12)
+    run_both(0.25, 12, smupar.follow_updates, trace=trace)
 
 
 @pytest.mark.parametrize("kind", ["RigL", "SET"])
@@ -55,29 +99,6 @@ def test_moved_masks_keep_values_and_state_of_what_stays(kind):
     for name, matrix_before in before.items():
         now = layer.expand(layer.weight.detach() if name == "weight" else state[name])
         assert torch.equal(now, matrix_before.masked_fill(~(old & new), 0))
-
-
-@pytest.mark.parametrize("pool", ["layer", "global"])
-def test_gradual_pruning_follows_that_of_the_dense_model(pool):
-    dense, sparse, plan = pair(0.5)
-    losses = []
-    for model in (dense, sparse):
-        optimizer = adamw(model, plan)
-        sparsifier = smupar.GMP(model, plan, optimizer, density=0.1, every=3, stop=15, pool=pool)
-        losses.append(train(model, optimizer, 20, after=sparsifier.step))
-    torch.testing.assert_close(*losses, rtol=0, atol=1e-4)
-    assert sum(len(sparse.get_parameter(name)) for name in HIDDEN) == pytest.approx(0.1 * 5120, abs=2)
-    for name in HIDDEN:
-        assert torch.equal(mask_of(dense, name), mask_of(sparse, name))
-
-
-def test_iterative_pruning_goes_back_to_the_same_weights():
-    dense, sparse, plan = pair(0.5)
-    for model in (dense, sparse):
-        optimizer = adamw(model, plan)
-        sparsifier = smupar.IMP(model, plan, optimizer, density=0.1, rounds=2, every=4, rewind=1)
-        train(model, optimizer, 8, after=sparsifier.step)
-    assert_same_weights(dense, sparse, rtol=0, atol=1e-6)
 
 
 def test_dense_gradient_is_made_only_in_steps_that_need_it():
@@ -121,33 +142,3 @@ def test_fan_in_init_scales_as_in_the_dense_model():
     for model in (dense, sparse):
         smupar.fan_in_init(model, plan)
     assert_same_weights(dense, sparse)
-
-
-def test_measured_updates_are_those_of_the_dense_model():
-    dense, sparse, plan = pair()
-    traces = []
-    for model in (dense, sparse):
-        optimizer = adamw(model, plan)
-        with smupar.record_updates(model, plan, optimizer) as trace:
-            train(model, optimizer, 6)
-        traces.append(trace)
-    for name in HIDDEN:
-        assert traces[0].shapes[name] == traces[1].shapes[name]
-        torch.testing.assert_close(
-            torch.tensor(traces[0].effects[name]), torch.tensor(traces[1].effects[name]), rtol=1e-3, atol=0
-        )
-
-
-def test_following_a_trace_gives_the_run_of_the_dense_model():
-    proxy = net(16)
-    proxy_plan = smupar.parameterize(proxy, base=net(8), reset=False)
-    optimizer = adamw(proxy, proxy_plan)
-    with smupar.record_updates(proxy, proxy_plan, optimizer) as trace:
-        train(proxy, optimizer, 12)
-    dense, sparse, plan = pair()
-    losses = []
-    for model in (dense, sparse):
-        optimizer = adamw(model, plan)
-        smupar.follow_updates(model, plan, optimizer, trace=trace)
-        losses.append(train(model, optimizer, 12))
-    torch.testing.assert_close(*losses, rtol=0, atol=1e-4)
