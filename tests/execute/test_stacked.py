@@ -145,14 +145,6 @@ def test_diverged_run_is_frozen_and_does_not_hurt_its_neighbours(text):
     assert torch.equal(stack.stack.tensors.params["norm.weight"][1], weights)
 
 
-def test_off_mask_weights_stay_zero(text):
-    stack = GPTStack([replace(BASE, optimizer="muon", sparsity=0.75, lr=0.02)] * 2, text, torch.device("cpu"))
-    for step in range(3):
-        stack.step(step)
-    name = "blocks.0.mlp.up.weight"
-    assert stack.stack.tensors.params[name][~stack.stack.tensors.masks[name]].count_nonzero() == 0
-
-
 # Models of one's own
 
 

@@ -25,18 +25,6 @@ from tests.model.parameterize.nets import (
 )
 
 
-def test_muon_that_trains_two_models_keeps_both_on_their_masks():
-    pairs = [make(), make(model=Net(), seed=1)]
-    groups = [group for m, p in pairs for group in smupar.param_groups(m, p, lr=0.02, optimizer="muon", only="hidden")]
-    muon = torch.optim.Muon(groups)
-    tokens, _ = tokens_of()
-    sum(model(tokens).square().mean() for model, _ in pairs).backward()
-    muon.step()
-    for model, _ in pairs:
-        for layer in model.hidden:
-            assert not layer.weight.detach()[~layer.weight_mask].any()
-
-
 def test_off_mask_gradients_are_exactly_zero_and_others_are_plain():
     model, _ = make()
     loss_of(model, tokens_of()).backward()

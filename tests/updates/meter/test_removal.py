@@ -1,16 +1,14 @@
 """Nothing is left behind by what measures updates."""
 
 import copy
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import smupar
-from smupar.model.parameterize import mask_of
 from smupar.model.seam import seam_of
-from tests.loops import adamw, loss_of, make_step, optimizers_of, used_lrs
+from tests.loops import adamw, loss_of, make_step, used_lrs
 from tests.models import CLASSES
 from tests.updates.measured import Net, assert_untouched, batch, make, start, started, train
 
@@ -46,15 +44,6 @@ def test_context_takes_hooks_away_when_training_fails():
         train(model, optimizer, [0, 1], shape=(7,))
     assert_untouched(model)
     assert recorder.trace.at == []
-
-
-def test_off_mask_weights_stay_zero_while_following(proxy):
-    model, plan = make(density=0.25)
-    optimizers = optimizers_of("muon", model, plan)
-    smupar.follow_updates(model, plan, optimizers, trace=replace(proxy, optimizer="muon"))
-    train(model, optimizers, range(3))
-    for name in ("blocks.0.weight", "blocks.1.weight"):
-        assert not model.get_parameter(name)[~mask_of(model, name)].any()
 
 
 def test_copy_of_a_measured_model_keeps_its_inputs_to_itself(proxy):
