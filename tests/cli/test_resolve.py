@@ -81,9 +81,20 @@ def test_proxy_of_a_search_is_dense_and_as_wide_as_its_base():
     assert resolve(TuneConfig, Request({"base_width": 32, "width": 64})).run.model.width == 64
 
 
-@pytest.mark.parametrize("name", ["width", "sparsity", "rule", "correction", "follow", "record", "lr"])
-def test_what_transfer_sets_itself_is_refused(name):
-    with pytest.raises(ValueError, match=f"transfer does not take --{name}: "):
+SET_BY_TRANSFER = {
+    "width": "name the targets' widths with --widths",
+    "sparsity": "",
+    "rule": "name the rules to compare with --rules",
+    "correction": "",
+    "follow": ".*recorded and followed by --rules measured",
+    "record": "",
+    "lr": "it is the swept field, give its values with --values",
+}
+
+
+@pytest.mark.parametrize(("name", "remedy"), SET_BY_TRANSFER.items(), ids=SET_BY_TRANSFER)
+def test_what_transfer_sets_itself_is_refused(name, remedy):
+    with pytest.raises(ValueError, match=f"transfer does not take --{name}: {remedy}"):
         resolve(TransferConfig, Request({name: getattr(RunConfig(), name, 64)}))
 
 

@@ -253,13 +253,9 @@ def test_masks_that_hardly_move_are_told(dynamic, tmp_path):
         ("sweep rule=sp,smupr lr=2^-8..2^-4", "unknown rule 'smupr'"),
         ("sweep pattern=random,randm lr=2^-8..2^-4", "randm"),
         ("check --sparsities 0 75", "sparsity must lie in [0, 1), got 75"),
-        ("train --momentum 0.5", "--momentum does nothing with --optimizer adamw: it is for sgd, muon"),
-        ("train --optimizer sgd --betas 0.5 0.5", "--betas does nothing with --optimizer sgd"),
-        ("train --context 64", "--context does nothing with --positions alibi: it is for learned"),
         ("train --gpus 8", "--gpus only changes the estimate of --dry-run. To train on several GPUs: torchrun"),
         ("train --alpha-input -1", "alpha_input must be a number, at least 0"),
         ("train --dynamic gmp --drop-fraction 0.1", "--drop-fraction does nothing with --dynamic gmp: it is for rigl, set"),
-        ("train --mask-every=10", "--mask-every does nothing with --dynamic none: it is for rigl, set, gmp"),
     ],
 )
 def test_studies_without_sense_are_refused_before_they_start(command, message, tmp_path, capsys):
@@ -283,22 +279,6 @@ def test_mistaken_command_leaves_no_folder_behind(tmp_path, capsys):
             main([*sweep, *mistake])
         assert message in capsys.readouterr().err
         assert not (tmp_path / "study").exists()
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("--width 64", "does not take --width: name the targets' widths with --widths"),
-        ("--rule=sp", "does not take --rule: name the rules to compare with --rules"),
-        ("--lr 0.1", "does not take --lr: it is the swept field, give its values with --values"),
-        ("--axis init_std --init-std 0.1", "does not take --init-std: it is the swept field"),
-        ("--follow x.json", "recorded and followed by --rules measured"),
-    ],
-)
-def test_flags_that_transfer_sets_itself_are_refused(flags, message, capsys):
-    with pytest.raises(SystemExit):
-        main(["transfer", *flags.split()])
-    assert message in capsys.readouterr().err
 
 
 # Transfer

@@ -212,34 +212,31 @@ def test_text_for_validation_leaves_all_of_the_data_to_train_on(tmp_path):
     assert text.info.sha256 != open_text(_run(train)).info.sha256
 
 
-def test_vocabulary_that_is_too_small_raises_with_the_one_to_pass(tmp_path):
-    folder = _folder(tmp_path / "text", np.arange(1000))
-    with pytest.raises(ValueError, match="token 999, beyond the model's vocabulary of 999: pass --vocab-size 1024"):
-        open_text(_run(folder, vocab_size=999))
-    assert open_text(_run(folder, vocab_size=1000)).info.largest_token == 999
-
-
-def test_vocabulary_must_also_hold_the_text_for_validation(tmp_path):
-    folders = [_folder(tmp_path / name, tokens) for name, tokens in (("train", np.arange(500)), ("valid", np.arange(600)))]
-    with pytest.raises(ValueError, match="token 599, beyond the model's vocabulary of 512"):
-        open_text(_run(folders[0], valid_data=folders[1], vocab_size=512))
-
-
-def test_two_tokenizers_in_one_run_raise(tmp_path):
-    train = _folder(tmp_path / "train", np.arange(100))
-    valid = _folder(tmp_path / "valid", np.arange(100), TokenizerInfo("other", 1000, None, "b" * 64))
-    with pytest.raises(ValueError, match=r"have different tokenizers \(tiny and other\): prepare both with the same one"):
-        open_text(_run(train, valid_data=valid))
-
-
-def test_too_little_text_raises_and_says_which_part(tmp_path):
+OTHER = TokenizerInfo("other", 1000, None, "b" * 64)
+# What is wrong -> (lengths of the texts to train and to validate on, the tokenizer of the second, the vocabulary, the message)
+UNFIT = {
+    "vocabulary": (1000, None, TINY, 999, "token 999, beyond the model's vocabulary of 999: pass --vocab-size 1024"),
+    "vocabulary of the text for validation": (500, 600, TINY, 512, "token 599, beyond the model's vocabulary of 512"),
+    "two tokenizers": (100, 100, OTHER, 1024, r"different tokenizers \(tiny and other\): prepare both with the same one"),
     # 160 tokens are enough to train on, but their last twentieth is 8, and a sequence of 8 needs 9.
-    with pytest.raises(ValueError, match="the validation text has 8 tokens, fewer than one sequence of 8"):
-        open_text(_run(_folder(tmp_path / "short", np.arange(160))))
-    open_text(_run(_folder(tmp_path / "enough", np.arange(180))))
-    shorter = _folder(tmp_path / "shorter", np.arange(5))
-    with pytest.raises(ValueError, match="the training text has 5 tokens"):
-        open_text(_run(shorter, valid_data=_folder(tmp_path / "valid", np.arange(100))))
+    "too little to validate on": (160, None, TINY, 1024, "the validation text has 8 tokens, fewer than one sequence of 8"),
+    "too little to train on": (5, 100, TINY, 1024, "the training text has 5 tokens"),
+}
+
+
+@pytest.mark.parametrize(("length", "valid", "tokenizer", "vocab_size", "message"), UNFIT.values(), ids=UNFIT)
+def test_texts_that_do_not_fit_are_refused(tmp_path, length, valid, tokenizer, vocab_size, message):
+    train = _folder(tmp_path / "train", np.arange(length))
+    valid_data = None if valid is None else _folder(tmp_path / "valid", np.arange(valid), tokenizer)
+    with pytest.raises(ValueError, match=message):
+        open_text(_run(train, valid_data=valid_data, vocab_size=vocab_size))
+
+
+@pytest.mark.parametrize(("length", "vocab_size"), [(1000, 1000), (180, 1024)])
+def test_texts_that_just_fit_are_taken(tmp_path, length, vocab_size):
+    assert (
+        open_text(_run(_folder(tmp_path / "text", np.arange(length)), vocab_size=vocab_size)).info.largest_token == length - 1
+    )
 
 
 def test_damaged_shard_is_found_before_training(tmp_path):
