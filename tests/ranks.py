@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 import smupar
 
@@ -38,3 +40,22 @@ def _on_a_rank(rank, work, folder, args):
 def full(tensor):
     """A copy of the whole tensor, however it is sharded."""
     return tensor.detach().full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach().clone()
+
+
+def share_of(rows, rank):
+    """All rows of a batch, or a rank's part of them."""
+    return rows if rank is None else rows.chunk(WORLD)[rank]
+
+
+def built(layout, make, width, base_width):
+    """A model in a layout, with memory in which nothing is initialised, and its base."""
+    with torch.device("meta"):
+        model, base = make(width), make(base_width)
+    if layout == "fsdp":
+        fully_shard(model)
+    return model.to_empty(device="cpu"), base
+
+
+def wrapped(layout, model):
+    """What a loop calls forward on."""
+    return DistributedDataParallel(model) if layout == "ddp" else model

@@ -16,7 +16,7 @@ import smupar
 from smupar.lm.config.run_config import ModelConfig
 from smupar.lm.model.gpt import BRANCHES, GPT
 from tests.loops import assert_same_tensors, loss_of
-from tests.ranks import WORLD, full, on_two_ranks
+from tests.ranks import WORLD, full, on_two_ranks, share_of
 
 STEPS, CLIP = 5, 0.2
 # Odd sizes (25, 65, 75, a vocabulary of 17), so that shards are uneven.
@@ -46,8 +46,7 @@ def plain_model():
 def batch(step, rank=None):
     """The whole batch, or a rank's half of it."""
     tokens = torch.randint(CONFIG.vocab_size, (8, 13), generator=torch.Generator().manual_seed(step))
-    if rank is not None:
-        tokens = tokens.chunk(WORLD)[rank]
+    tokens = share_of(tokens, rank)
     return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -145,12 +144,15 @@ def run_fsdp(rank):
     return seen
 
 
-def loaded(model, rank):
-    """After a full checkpoint of another seed, masks and all, has been loaded into the sharded model."""
+def state_of_another_seed():
     other = GPT(CONFIG)
     smupar.parameterize(other, base=base(), **{**SETTINGS, "seed": 4})
-    options = StateDictOptions(full_state_dict=True)
-    set_model_state_dict(model, other.state_dict(), options=options)
+    return other.state_dict()
+
+
+def loaded(model, rank):
+    """After a full checkpoint of another seed, masks and all, has been loaded into the sharded model."""
+    set_model_state_dict(model, state_of_another_seed(), options=StateDictOptions(full_state_dict=True))
     model.zero_grad()
     loss_of(model, batch(0, rank)).backward()
     return {"loaded": whole_state(model), "stray gradient after load": off_mask(model, lambda p: p.grad)}
@@ -277,8 +279,6 @@ def test_fsdp_state_dict_holds_masks_and_loads_into_one_process(fsdp, single):
 
 
 def test_fsdp_loads_a_full_checkpoint_with_its_masks(fsdp):
-    other = GPT(CONFIG)
-    smupar.parameterize(other, base=base(), **{**SETTINGS, "seed": 4})
     for seen in fsdp:
-        assert_same_tensors(seen["loaded"], other.state_dict())
+        assert_same_tensors(seen["loaded"], state_of_another_seed())
         assert seen["stray gradient after load"] == 0

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import smupar
 from tests.models import VOCAB, TokenNet
-from tests.ranks import WORLD, full, on_two_ranks
+from tests.ranks import built, full, on_two_ranks, share_of, wrapped
 
 STEPS, WIDTH = 9, 15  # odd sizes, so that shards are uneven
 LAYOUTS = ["ddp", "fsdp", "fsdp afterwards"]
@@ -34,17 +34,7 @@ class Net(TokenNet):
 def batch(step, rank=None):
     """The whole batch, or a rank's half of it, in two micro-batches."""
     tokens = torch.randint(VOCAB, (16, 7), generator=torch.Generator().manual_seed(step))
-    return (tokens if rank is None else tokens.chunk(WORLD)[rank]).chunk(2)
-
-
-def made(layout):
-    """A model and its base."""
-    with torch.device("meta"):
-        model, base = Net(WIDTH).double(), Net(5).double()
-    if layout == "fsdp":
-        fully_shard(model)
-    model.to_empty(device="cpu")
-    return model, base
+    return share_of(tokens, rank).chunk(2)
 
 
 def sync(forward, needed):
@@ -57,12 +47,12 @@ def sync(forward, needed):
 def run(name, layout, rank=None):
     """All masks after every step, and everything at the end."""
     kind, density, settings = RUNS[name]
-    model, base = made(layout)
+    model, base = built(layout, lambda width: Net(width).double(), WIDTH, 5)
     plan = smupar.parameterize(model, base=base, density=density, seed=3, reset=True)
     if layout == "fsdp afterwards":
         fully_shard(model)
         smupar.attach(model, plan)
-    forward = DistributedDataParallel(model) if layout == "ddp" else model
+    forward = wrapped(layout, model)
     optimizer = torch.optim.AdamW(smupar.param_groups(model, plan, lr=1e-2, weight_decay=0.1))
     sparsifier = getattr(smupar, kind)(forward, plan, optimizer, **settings)
     history, moved = [], []

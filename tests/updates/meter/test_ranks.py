@@ -11,8 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.nn.parallel import DistributedDataParallel
 
 import smupar
 from smupar.lm.config.run_config import Execution, ModelConfig, RunConfig
@@ -23,7 +21,7 @@ from smupar.updates.observation import Observation
 from smupar.updates.trace import Trace
 from tests.loops import adamw
 from tests.models import CLASSES, Conv1D
-from tests.ranks import WORLD, full, on_two_ranks
+from tests.ranks import WORLD, built, full, on_two_ranks, share_of, wrapped
 from tests.updates.measured import start
 
 STEPS, WIDTH = 4, 15
@@ -52,7 +50,7 @@ def batch(step, rank=None):
     """The whole batch, or a rank's half of it."""
     rng = torch.Generator().manual_seed(step)
     x, y = torch.randn(128, 6, generator=rng), torch.randint(CLASSES, (128,), generator=rng)
-    return (x, y) if rank is None else (x.chunk(WORLD)[rank], y.chunk(WORLD)[rank])
+    return share_of(x, rank), share_of(y, rank)
 
 
 def whole_weights(model):
@@ -60,38 +58,40 @@ def whole_weights(model):
 
 
 def made(layout, density=0.5, width=WIDTH):
-    with torch.device("meta"):
-        model, base = Net(width), Net(5)
-    if layout == "fsdp":
-        fully_shard(model)
-    model.to_empty(device="cpu")
+    model, base = built(layout, Net, width, 5)
     settings = {"delta": Net(25)} if width == 5 else {}
     plan = smupar.parameterize(model, base=base, density=density, seed=3, reset=True, **settings)
     return model, plan, adamw(model, plan)
+
+
+def train_net(forward, optimizer, rank=None, look=lambda: None):
+    """What is seen after each step."""
+    seen = []
+    for step in range(STEPS):
+        x, y = batch(step, rank)
+        optimizer.zero_grad()
+        F.nll_loss(forward(x), y).backward()
+        optimizer.step()
+        seen.append(look())
+    return seen
 
 
 def run(layout, rank=None, trace=None, same_data=False):
     """What is measured, inputs and weights around the first step, and all weights at the end."""
     model, plan, optimizer = made(layout)
     meter = start(model, plan, optimizer, trace)
-    forward = DistributedDataParallel(model) if layout == "ddp" else model
+    forward = wrapped(layout, model)
     before, inputs = whole_weights(model), {}
     for name in HIDDEN:
         module = model.get_submodule(name.removesuffix(".weight"))
         module.register_forward_pre_hook(functools.partial(keep, inputs, name))
-    for step in range(STEPS):
-        x, y = batch(step, 0 if same_data else rank)
-        optimizer.zero_grad()
-        F.nll_loss(forward(x), y).backward()
-        optimizer.step()
-        if step == 0:
-            after = whole_weights(model)
+    after, *_, end = train_net(forward, optimizer, 0 if same_data else rank, lambda: whole_weights(model))
     found = {
         "trace": meter.trace.to_json(),
         "factors": dict(meter.rates.measured),
         "updates": {name: after[name] - (1 - decay_of(plan, name)) * before[name] for name in HIDDEN},
         "inputs": inputs,
-        "weights": whole_weights(model),
+        "weights": end,
         "keys": list(model.state_dict()),
     }
     meter.remove()
@@ -113,23 +113,14 @@ def observed(layout, rank=None):
     """The observation of four steps."""
     model, plan, optimizer = made(layout)
     with smupar.observe(model, plan, optimizer) as seen:
-        forward = DistributedDataParallel(model) if layout == "ddp" else model
-        for step in range(STEPS):
-            x, y = batch(step, rank)
-            optimizer.zero_grad()
-            F.nll_loss(forward(x), y).backward()
-            optimizer.step()
+        train_net(wrapped(layout, model), optimizer, rank)
     return seen.to_json()
 
 
 def proxy_trace():
     model, plan, optimizer = made("one process", density=1.0, width=5)
     with smupar.record_updates(model, plan, optimizer) as trace:
-        for step in range(STEPS):
-            x, y = batch(step)
-            optimizer.zero_grad()
-            F.nll_loss(model(x), y).backward()
-            optimizer.step()
+        train_net(model, optimizer)
     return trace
 
 
