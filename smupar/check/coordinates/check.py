@@ -66,12 +66,8 @@ def coord_check(
     sparsifier    with horizon: (model, plan, optimizers) -> sparsifier for the sparse models, such as RigL
     settings      settings of ``parameterize``
     """
-    has_own = not isinstance(optimizer, type) and (lr, weight_decay) != (None, None)
-    refuse(has_own, "optimizer is a function, which sets the learning rate and the decay: leave out lr= and weight_decay=")
-    refuse(steps is not None and horizon is not None, "steps and horizon are both numbers of steps: pass one of them")
-    lr, weight_decay, steps = 2**-6 if lr is None else lr, weight_decay or 0.0, horizon or (10 if steps is None else steps)
     training = Training(loss_fn, optimizer, lr, weight_decay, scheduler, prepare, allocation, settings, sparsifier)
-    run_class = _run_class(horizon, training)
+    run_class, steps = _length(steps, horizon, training)
     rule_list = (rules,) if isinstance(rules, str) else tuple(rules)
     training.check(rule_list, densities)
     seed_list, batch_list = _seeds_and_batches(seeds, steps, batches)
@@ -89,12 +85,13 @@ def coord_check(
     return run_class.report(runs, readings)
 
 
-def _run_class(horizon: int | None, training: Training) -> type[GridRun]:
-    refuse(
-        horizon is None and training.sparsifier is not None,
-        "sparsifier= is for a check over a whole run: pass horizon= too",
-    )
-    return GridRun if horizon is None else LongRun
+def _length(steps: int | None, horizon: int | None, training: Training) -> tuple[type[GridRun], int]:
+    """The kind of run, and its number of steps."""
+    if horizon is not None:
+        refuse(steps is not None, "steps and horizon are both numbers of steps: pass one of them")
+        return LongRun, horizon
+    refuse(training.sparsifier, "sparsifier= is for a check over a whole run: pass horizon= too")
+    return GridRun, 10 if steps is None else steps
 
 
 def _seeds_and_batches(seeds: int | Sequence[int], steps: int, batches: Iterable[Any]) -> tuple[tuple[int, ...], list[Any]]:

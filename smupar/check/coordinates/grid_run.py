@@ -46,8 +46,8 @@ class Training:
 
     loss_fn: Callable[[nn.Module, Any], Tensor]
     optimizer: MakeOptimizer
-    lr: float | Mapping[str, float]
-    weight_decay: float
+    lr: float | Mapping[str, float] | None
+    weight_decay: float | None
     scheduler: Callable[[torch.optim.Optimizer], Any] | None
     prepare: Callable[[nn.Module, Plan], None] | None
     allocation: Callable[[float], Any] | None
@@ -55,6 +55,8 @@ class Training:
     sparsifier: Callable[[nn.Module, Plan, Any], Any] | None = None
 
     def check(self, rules: tuple[str, ...], densities: float | Sequence[float]) -> None:
+        has_own = not isinstance(self.optimizer, type) and (self.lr, self.weight_decay) != (None, None)
+        refuse(has_own, "optimizer is a function, which sets the learning rate and the decay: leave out lr= and weight_decay=")
         refuse(not rules, "rules is empty: name at least one, such as rules=['smupar']")
         for rule in rules:
             get_rule(rule)
@@ -71,8 +73,9 @@ class Training:
 
     def optimizers(self, model: nn.Module, plan: Plan) -> list[torch.optim.Optimizer]:
         if isinstance(self.optimizer, type):
-            lr = self.lr[plan.rule] if isinstance(self.lr, Mapping) else self.lr
-            return [self.optimizer(param_groups(model, plan, lr=lr, weight_decay=self.weight_decay, optimizer=self.optimizer))]
+            lr = self.lr[plan.rule] if isinstance(self.lr, Mapping) else 2**-6 if self.lr is None else self.lr
+            decay = self.weight_decay or 0.0
+            return [self.optimizer(param_groups(model, plan, lr=lr, weight_decay=decay, optimizer=self.optimizer))]
         returned = optimizers(self.optimizer(model, plan))
         refuse(not returned, "the optimizer function returned no optimizer: it must return one, or a list of them")
         return returned

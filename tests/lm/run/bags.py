@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from smupar.lm.config.run import ModelConfig, RunConfig
+from smupar.lm.config.run_config import ModelConfig, RunConfig
 
 BASE = RunConfig(model=ModelConfig(width=64, depth=1), base_width=32, steps=100, batch_size=4, seq_len=32, valid_batches=1)
 BAG = [

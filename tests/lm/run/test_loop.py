@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from smupar.execute.timing import in_turns, seconds_of
 from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.lm.run.distributed import World
 from smupar.lm.run.loop import Cadence, Loop, Progress

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from smupar.execute import stacked
 from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.lm.model.gpt import build
 from smupar.lm.run import checkpoint

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 import smupar
-from smupar.plan.globs import match_globs
-from smupar.plan.masks.allocations import allocate, as_density, er, erk, uniform
 from smupar.plan.masks.allocations import as_density
 from smupar.plan.masks.patterns import _exact_random, generator, parse_pattern
 from tests.plan.nets import plan_mlp

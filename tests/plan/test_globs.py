@@ -2,7 +2,7 @@
 
 import pytest
 
-from smupar.plan.settings import match_globs
+from smupar.plan.globs import match_globs
 
 NAMES = ["blocks.0.fc.weight", "blocks.1.fc.weight", "blocks.1.proj.weight"]
 
