@@ -56,13 +56,11 @@ def coord_check(
     depths        numbers of residual blocks; base_depth is the smallest of them by default. Blocks are compared at the same
                   relative depth, after the plan's factors for the depth are divided out
     optimizer     a class that takes ``param_groups``, or a function (model, plan) -> optimizer or list of optimizers
-    lr            base learning rate, or one for each rule; 2^-6 by default. For a class alone: a function sets its own
-    weight_decay  weight decay, 0 by default; likewise
-    steps         number of steps, 10 by default
+    lr            2^-6 by default, or one for each rule; like weight_decay, only for a class: a function sets its own
     prepare       function (model, plan) that sets what smupar cannot set, such as an attention scale that it does not find
     scheduler     optimizer -> scheduler; its step() is called after each step
     allocation    density -> what ``parameterize`` takes as density, such as smupar.erk
-    horizon       trains this many steps instead of ``steps``, and reports from which step on updates drift
+    horizon       trains this many steps instead of ``steps`` (by default 10), and reports from which step on updates drift
     sparsifier    with horizon: (model, plan, optimizers) -> sparsifier for the sparse models, such as RigL
     settings      settings of ``parameterize``
     """
