@@ -37,6 +37,7 @@ _CORRELATION = 0.8
 _PAPER_GAPS = {"SP": 11.9, "muP": 1.9}  # in %, at 16 weights per neuron
 _PAPER_WEIGHTS_PER_NEURON = 16
 _PRINTED_SP_LR = 2e-4
+_FASTER = "SP, tuned, faster embedding"
 _SP_RATES = tuple(2.0**log2 for log2 in range(-12, -7))
 _DEEP_MODEL, _DEEP_BATCH = {"width": 512, "depth": 8}, {"batch_size": 64, "seq_len": 512}
 
@@ -116,7 +117,7 @@ def _line_of(run: RunConfig, usual_decay: float, sp_rates: set[float]) -> str | 
         return None
     if run.rule == "sp":
         if run.rest_lr:
-            return "SP, tuned, faster embedding"
+            return _FASTER
         if run.weight_decay != usual_decay:
             return "SP, tuned, LR x decay as the others"
         if run.lr not in sp_rates:
@@ -157,9 +158,11 @@ def draw(rows: Rows) -> list[Panel]:
     return [panels[0], _gap_panel(width, lines), *panels[1:]]
 
 
+_ORDER = ("SP", "muP", "SmuPar", "measured updates")
 # Lines of a rule's variants have a darker or a lighter colour than the rule.
 _VARIANTS = {
     "SP, 2e-4": mixed(rule_colour("SP"), "#000000", 0.5),
+    _FASTER: mixed(rule_colour("SP"), "#000000", 0.25),
     "SP, tuned, LR x decay as the others": mixed(rule_colour("SP"), "#ffffff", 0.45),
     "SmuPar, coupled decay": mixed(rule_colour("SmuPar"), "#ffffff", 0.4),
 }
@@ -187,10 +190,13 @@ def _gap_panel(width: int, lines: dict[str, dict[float, list[float]]]) -> Panel:
 
 def _panel(heading: str, y_label: str, width: int, lines: dict[str, dict[float, list[float]]]) -> Panel:
     """Lines over weights per neuron, the dense model on the left."""
-    ordered = dict(sorted(lines.items()))
+    ordered = dict(sorted(lines.items(), key=lambda item: (_ORDER.index(item[0].partition(",")[0]), item[0])))
     sparsities = {sparsity for own in ordered.values() for sparsity in own}
     drawn = over({sparsity: width * (1 - sparsity) for sparsity in sparsities}, ordered)
-    coloured = tuple(replace(line, colour=_VARIANTS.get(line.label, line.colour)) for line in drawn)
+    coloured = tuple(
+        replace(line, colour=_VARIANTS.get(line.label, line.colour), marker="s" if line.label == _FASTER else line.marker)
+        for line in drawn
+    )
     return Panel(heading, "weights per neuron", y_label, coloured, falling_x=True)
 
 
@@ -245,5 +251,6 @@ FIGURE = Figure(
     then=then,
     keeps_weights=True,  # for Table 2
     draw=draw,
+    columns=2,
     claim=claim,
 )
