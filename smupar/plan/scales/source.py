@@ -10,11 +10,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache, reduce
+from threading import Lock
 from tokenize import TokenError
 from typing import Any
 
 from torch import nn
 
+# Python 3.11 may raise a SystemError if two threads parse at once, and models of a stack are planned by several threads.
+_PARSING = Lock()
 _ARITHMETIC: dict[type[ast.operator], Any] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -65,9 +68,11 @@ def _methods(kind: type[nn.Module]) -> Iterator[ast.AST]:
             if not inspect.isfunction(function) or any(word in name for word in ("init", "reset")):
                 continue
             try:
-                yield ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+                with _PARSING:
+                    parsed = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
             except (OSError, TypeError, SyntaxError, TokenError):  # typed at a prompt, or made by a decorator
                 continue
+            yield parsed
 
 
 def _bases(method: ast.AST) -> Iterator[ast.expr]:
