@@ -27,7 +27,7 @@ def test_two_threads_never_parse_at_once(monkeypatch):
         both.wait(timeout=0.2)  # an error, unless the other thread is here too
         return parse(*given, **named)
 
-    monkeypatch.setattr(ast, "parse", parse_beside_another)
-    with ThreadPoolExecutor(2) as pool:
+    with monkeypatch.context() as patched, ThreadPoolExecutor(2) as pool:
+        patched.setattr(ast, "parse", parse_beside_another)
         errors = [each.exception() for each in [pool.submit(divides_by, Divided(), name) for name in ("first", "second")]]
     assert {type(error) for error in errors} == {threading.BrokenBarrierError}
