@@ -178,20 +178,28 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _answer(config: TransferConfig, verdict: Verdict) -> Answer:
-    """The card of a rule: the farthest move, also in octaves, and what the proxy's optimum costs."""
+    """The card of a rule: the farthest move, also in octaves, and the most that the proxy's best swept value costs."""
     far = _farthest_moved(verdict)
     octaves = 0.0 if far.diverged else math.log2(far.best / verdict.proxy.best)
-    cost = verdict.farthest.excess(verdict.proxy.best_value)
-    where, at_cost = (_size_of(curve) for curve in (far, verdict.farthest))
     moved_to = "every run diverged" if far.diverged else f"{far.best:.3g} ({octaves:+.1f} octaves)"
     return {
         "name": title_of(verdict.rule),
         "value": verdict.moved_words,
-        "text": f"best {_NAMES[config.axis]} {verdict.proxy.best:.3g} on the dense proxy\n{moved_to} at {where}\n"
-        f"keeping the proxy's best costs {_percent(cost)} {'there' if at_cost == where else f'at {at_cost}'}",
+        "text": f"best {_NAMES[config.axis]} {verdict.proxy.best:.3g} on the dense proxy\n{moved_to} at {_size_of(far)}\n"
+        f"{_cost_in_words(verdict)}",
         "tone": verdict.tone,
         "rule": title_of(verdict.rule),
     }
+
+
+def _cost_in_words(verdict: Verdict) -> str:
+    """The most that the proxy's best swept value costs on a target. A target counts once it has been run up to this value."""
+    value = verdict.proxy.best_value
+    costs = {_size_of(curve): curve.excess(value) for curve in verdict.targets if curve.values[0] <= value <= curve.values[-1]}
+    if not costs:
+        return f"what {value:.3g}, the proxy's best run, costs is not known yet"
+    where = max(costs, key=lambda size: costs[size])
+    return f"{value:.3g}, the proxy's best run, costs at most {_percent(costs[where])} ({where})"
 
 
 def _farthest_moved(verdict: Verdict) -> Curve:

@@ -147,7 +147,8 @@ def _question(neighbours: Neighbours, questions: list[tuple[ParameterView, Case]
     globs = {name: layer_glob(name) for name in guesses}
     # A glob replaces the names it matches only if all of them are undecided and have the same guess.
     fits = {
-        glob: len({guesses.get(tensor.name) for tensor in neighbours.tensors if fnmatchcase(tensor.name, glob)}) == 1
+        glob: len({guesses.get(tensor.name, "is decided") for tensor in neighbours.tensors if fnmatchcase(tensor.name, glob)})
+        == 1
         for glob in set(globs.values())
     }
     suggested = {globs[name] if fits[globs[name]] else name: role for name, role in guesses.items()}

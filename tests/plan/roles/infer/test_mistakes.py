@@ -212,3 +212,18 @@ def test_models_that_do_not_tell_ask_with_a_line_to_paste(build, width, base_wid
     error = refusal(build(width), base=build(base_width), match=message)
     if suggestion is not None:
         assert (suggested(error) if isinstance(suggestion, dict) else suggested(error).keys()) == suggestion
+
+
+def test_question_with_dots_names_no_layer_that_is_decided():
+    """A pasted role would otherwise also be given to the first layer of each head, and to its norm."""
+
+    def head(width):
+        return nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width), nn.ReLU(), nn.Linear(width, 8))
+
+    class Heads(nn.Module):
+        def __init__(self, width):
+            super().__init__()
+            self.inp, self.a, self.b = nn.Linear(5, width), head(width), head(width)
+
+    with pytest.raises(ValueError, match=r"roles=\{'a\.3\.weight': \.\.\., 'b\.3\.weight': \.\.\.\}"):
+        smupar.make_plan(Heads(256), base=Heads(64))
