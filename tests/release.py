@@ -26,7 +26,7 @@ def problems(root: Path, tag: str | None = None) -> list[str]:
     heading = _HEADING.search(read("CHANGELOG.md"))
     if not heading or (heading["version"], bool(heading["date"])) != (version, True):
         there = heading[0] if heading else "no heading"
-        found.append(f"CHANGELOG.md begins with {there!r}: write '## {version} (YYYY-MM-DD)' above the changes of this version")
+        found.append(f"CHANGELOG.md begins with {there!r}: python tests/release.py --raise-to VERSION writes version and date")
     if f"\nversion: {version}\n" not in read("CITATION.cff"):
         found.append(f"CITATION.cff does not say 'version: {version}'")
     if heading and heading["date"] and f"\ndate-released: {heading['date']}\n" not in read("CITATION.cff"):
@@ -91,6 +91,7 @@ if __name__ == "__main__":
     asked = parser.parse_args()
     if asked.raise_to:
         raise_to(ROOT, asked.raise_to)
+        print(f"wrote {asked.raise_to} to the package, CHANGELOG.md and CITATION.cff: commit it, then run make release")
         sys.exit()
     wrong = problems(ROOT, asked.tag)
     print("\n".join(f"- {sentence}" for sentence in wrong) or "ready")

@@ -52,7 +52,7 @@ def reproduce(
         out: Folder for results, and for the runs, which figures share. If you run the command again, it runs only what is
              missing.
         publish: Also write a page of results, its rows and its picture to this folder, as in docs/results. Runs with rows in
-                 this folder are not trained again.
+                 this folder are not trained again, unless the figure needs their weights.
         so_far: Train nothing: draw and judge the runs that have ended.
         list: List the figures and tables.
         settings: Print Table 4, and the settings of the smaller scales.

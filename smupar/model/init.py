@@ -1,6 +1,7 @@
 """Writes initial values into a model's tensors, for ``parameterize``.
 
-All random numbers come from (seed, parameter name) on the CPU, so they are the same on every device and rank.
+Our own random numbers come from (seed, parameter name) on the CPU, so they are the same on every device and rank. A module that
+resets itself draws on its own device, seeded by its path.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def padding_rows(model: nn.Module) -> dict[int, int]:
 
 
 def initialise(parameter: nn.Parameter, row: PlanRow, mask: Tensor | None, seed: int, *, padding: int | None = None) -> None:
-    """Fills a parameter with values that depend only on (seed, name)."""
+    """Fills a parameter with values that depend only on (seed, name), or keeps its values if the plan says so."""
     if row.init_std is None:
         if row.kept_factor != 1:
             parameter.mul_(row.kept_factor)

@@ -75,7 +75,8 @@ class _Watch(TorchFunctionMode):
 
 
 def acts(model: nn.Module, attention: FoundAttention, runs: Sequence[Run]) -> bool | None:
-    """Whether changing the field changes the attention's logits; None if no forward pass could be watched."""
+    """Whether changing the field changes the attention's logits; None if no forward pass could be watched.
+    A second pass that cannot be watched counts as changed."""
     before = _watched(model, attention, runs)
     if before is None or before.signal is None:
         return None
@@ -88,7 +89,7 @@ def acts(model: nn.Module, attention: FoundAttention, runs: Sequence[Run]) -> bo
 
 
 def find_queries(model: nn.Module, attention: FoundAttention, runs: Sequence[Run]) -> Queries | None:
-    """The last layer of the attention whose outputs are queries: the logits are proportional to all or a part of these
+    """The last layer of the attention whose outputs are queries: the logits grow linearly with all or a part of these
     outputs."""
     seen = _watched(model, attention, runs)
     if seen is None or seen.signal is None:
@@ -105,8 +106,8 @@ def find_queries(model: nn.Module, attention: FoundAttention, runs: Sequence[Run
 
 
 def _rows(model: nn.Module, attention: FoundAttention, layer: str, runs: Sequence[Run]) -> Tensor | None:
-    """Which outputs of a layer are queries: at the last position, the outputs that change this position's logits with earlier
-    keys.
+    """Marks the layer's outputs that are queries. An output is a query if, at the last position, it changes the logits between
+    that position and earlier keys.
 
     These logits do not depend on the key of the last position. Differences of logits are used, since a model may subtract a
     number from all of them.
@@ -177,8 +178,8 @@ def _scale_if_linear(
 
 
 def _relative(signals: list[Tensor], product: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
-    """Logits and q.k, minus their value for one key of each row, since a model may subtract the largest logit of a row from all
-    of them. Columns that belong to no key, such as attention sinks, are left out."""
+    """Subtracts from each row of logits and of q.k its entry for one chosen key. A model may subtract a row's largest logit,
+    which this cancels. Columns that belong to no key, such as attention sinks, are left out."""
     once = signals[1]
     if product is None or product.shape[:-1] != once.shape[:-1] or product.shape[-1] > once.shape[-1]:
         product = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from fractions import Fraction
 from typing import Any
@@ -118,9 +118,14 @@ class Plan:
     @property
     def hidden_sparsity(self) -> float:
         """The share of zeros among all hidden weights."""
+        return self.hidden_sparsity_with({})
+
+    def hidden_sparsity_with(self, densities: Mapping[str, float]) -> float:
+        """The share of zeros among all hidden weights, if those that are named have other densities than planned."""
         hidden = [row for row in self if row.role == "hidden"]
         total = sum(math.prod(row.shape) for row in hidden)
-        return 1 - float(sum(math.prod(row.shape) * row.density for row in hidden) / total) if total else 0.0
+        kept: list[float | Fraction] = [densities.get(row.name, row.density) * math.prod(row.shape) for row in hidden]
+        return 1 - float(sum(kept) / total) if total else 0.0
 
     def attention_scale(self, head_dim: int) -> float:
         """The number by which q.k must be multiplied (Table 1). Put it into your model, then call

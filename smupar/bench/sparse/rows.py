@@ -1,4 +1,5 @@
-"""The rows of the table, the hidden layers that are timed, the machine's speeds, and floors: times that it cannot beat."""
+"""The rows of the table, the hidden layers that are timed, the machine's speeds, and floors, which
+are times that the machine cannot beat."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ class Row:
     tokens: int
     density: float
     side: str  # how weights are stored and multiplied, such as "dense bf16" or "csr"
-    seconds: float  # median time of a step
+    seconds: float  # median time of a call
     speed: float  # relative to dense in the same rounds: fp32 on a CPU, bf16 on a GPU
     state_bytes: int  # weights, indices and AdamW's state of the hidden layers; 0 if there is none
     state_share: float  # state_bytes relative to dense
@@ -105,8 +106,8 @@ def step_floor(width: int, tokens: int, depth: int, density: float, machine: Mac
 
 
 def layer_floor(width: int, tokens: int, density: float, machine: Machine) -> float:
-    """The floor of forward and backward in bfloat16, in seconds. Activations count half as often as in a step, weights are read
-    twice, and their gradient is written. Indices do not count."""
+    """The floor of forward and backward in bfloat16, in seconds. There is no activation function, so activations move half
+    as often as in ``step_floor``. Weights are read twice, and their gradient is written once. Indices do not count."""
     return _floor(width, tokens, density, machine, 5 * 2, 3 * 2, 6)
 
 

@@ -18,7 +18,7 @@ from statistics import fmean, linear_regression
 from smupar.check.coordinates.measure import AXES, GRAD_X, JUDGED, WIDENING, Reading, Y
 
 PASS, FAIL, EXCEPTION = "pass", "fail", "known exception"
-UNCLEAR = "more seeds"  # the confidence interval contains a threshold
+UNCLEAR = "more seeds"  # the seeds so far allow neither a pass nor a fail
 DRIFT = "drift"  # the whole interval is between the thresholds, so more seeds will not change the verdict
 # (pass below, fail above). At step 1 the size of a single layer is right up to sampling. At later steps, and in blocks,
 # nonlinear dynamics change sizes a little under any rule. A rule without the right correction changes sizes by powers of the

@@ -1,6 +1,6 @@
 """The kernels for CPUs, whose cost is proportional to the number of non-zeros.
 
-``Compiled`` is our own. If it cannot be compiled, ``Torch`` is used, with a warning, which calls torch's kernels (MKL).
+``Compiled`` is our own. If it cannot be compiled, a warning says so, and ``Torch`` calls torch's kernels (MKL) instead.
 """
 
 from __future__ import annotations

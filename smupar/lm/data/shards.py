@@ -31,7 +31,7 @@ INDEX, PROGRESS, VERIFIED = "index.json", "progress.json", "verified.json"
 _CHUNK = 1 << 22  # bytes that are read or written at a time
 _AGAIN = "delete the folder and prepare it again"
 BAR_BYTES = 1 << 30  # hashing fewer bytes takes about a second and needs no progress bar
-_SMALL = BAR_BYTES  # a text of up to this size is read at each start, since disks lose data without changing times
+_SMALL = BAR_BYTES  # a text of up to this size is read at each start, since a disk can damage it and keep its time
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,8 @@ def check_sizes(folder: str | Path, index: ShardIndex, shards: Sequence[Shard] |
 
 
 def verify(folder: str | Path) -> ShardIndex:
-    """Checks the size and hash of every shard. A small text is read once by each process. Intact shards of a large one are
-    recorded, so that the next start is quick."""
+    """Checks the size of every shard, and the hash of each that is not recorded as intact. A small text is read once by each
+    process. Intact shards of a large one are recorded, so that the next start is quick."""
     folder = Path(folder)
     index = read_index(folder)
     check_sizes(folder, index)

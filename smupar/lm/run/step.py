@@ -62,8 +62,8 @@ class Stepper:
         one_graph = on_gpu and world.size == 1 and self.num_micro == 1 and facts_of(config.optimizer).capturable and not moving
         refuse(
             how.graph and not one_graph,
-            "--graph is for one GPU, one micro-batch per step, AdamW or Adam, masks that stay and nothing measured: leave it "
-            "out",
+            "--graph needs one GPU, one micro-batch per step, Adam or AdamW, fixed masks, and no measurements: leave out "
+            "--graph",
         )
         self.optimizers = make_optimizers(self.model, self.plan, config, capturable=how.graph)
         audit(self.model, self.plan, self.optimizers)
@@ -125,11 +125,8 @@ class Stepper:
     @property
     def sparsities(self) -> list[float]:
         """The current share of zeros among all hidden weights."""
-        if self.sparsifier is None:
-            return [self.plan.hidden_sparsity]
-        sizes = {name: math.prod(self.plan[name].shape) for name in self.sparsifier.densities}
-        num_kept = sum(density * sizes[name] for name, density in self.sparsifier.densities.items())
-        return [1 - num_kept / sum(sizes.values())]
+        moved = {} if self.sparsifier is None else self.sparsifier.densities
+        return [self.plan.hidden_sparsity_with(moved)]
 
     def traces(self) -> list[Trace | None]:
         return [None if self.updates is None else self.updates.trace]

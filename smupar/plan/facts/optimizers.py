@@ -24,7 +24,7 @@ class OptimizerFacts:
     mixes_entries: bool = False  # a weight's update depends on other weights' gradients, so weights off the mask would move
     hidden_only: bool = False  # takes hidden matrices only, so a second optimizer has to train the rest
     fused: bool = False  # torch has a fused kernel for it, on CPUs and GPUs
-    capturable: bool = False  # torch can put its step into a CUDA graph
+    capturable: bool = False  # a step with it is captured as a CUDA graph
     stackable: bool = False  # ``Stack`` implements its update
     restartable: bool = False  # its bias correction can restart for single weights
     no_rule: str = ""  # why no factor of Table 1 fits it
@@ -58,8 +58,8 @@ _ROWS = (
         "FSDP2 (fully_shard), or the optimizer alone",
     ),
     # Optimizers of other packages whose updates do not mix entries. Users have to name their family.
-    *map(OptimizerFacts, ("FusedAdam", "DeepSpeedCPUAdam", "Adam8bit", "AdamW8bit")),
-    *map(OptimizerFacts, ("AdamWScheduleFree", "SGDScheduleFree", "Prodigy")),
+    *map(OptimizerFacts, ("FusedAdam", "DeepSpeedCPUAdam", "Adam8bit", "SGDScheduleFree", "Prodigy")),
+    *(OptimizerFacts(name, decoupled=True) for name in ("AdamW8bit", "AdamWScheduleFree")),
 )
 OPTIMIZERS = {row.name.lower(): row for row in _ROWS}  # by lower-case name
 # by lower-case name, for optimizers with a family

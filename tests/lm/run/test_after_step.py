@@ -393,3 +393,11 @@ def test_run_that_is_observed_from_a_checkpoint_on_counts_its_steps(config, tmp_
     folder = resumable(tmp_path / "run", tmp_path / "rest", 27)
     train(config, replace(HOW, out=str(folder), observe=True))
     assert Observation.load(folder / "observed.json").at == [30]
+
+
+def test_share_of_zeros_counts_layers_that_stay_dense(config):
+    """ERK leaves the smallest layer dense at this sparsity, so it has no mask."""
+    run = replace(config, dynamic="set", allocation="erk", sparsity=0.2)
+    stepper = stepper_of(run, open_text(run))
+    assert {row.name for row in stepper.plan if row.role == "hidden" and row.density == 1}
+    assert stepper.sparsities == pytest.approx([0.2], abs=1e-3)

@@ -56,7 +56,7 @@ def test_configuration_that_cannot_be_built_does_not_keep_the_folder(config, tmp
 
 
 def test_graph_without_a_gpu_is_refused(config, tmp_path):
-    with pytest.raises(ValueError, match="--graph is for one GPU"):
+    with pytest.raises(ValueError, match="--graph needs one GPU"):
         train(config, replace(HOW, out=str(tmp_path / "run"), graph=True))
 
 
