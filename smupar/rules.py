@@ -234,5 +234,6 @@ def depth_factor(m_depth: Fraction, exponent: Fraction) -> float:
 
 def get_rule(name: str) -> Rule:
     if name not in RULES:
-        raise ValueError(f"unknown rule {name!r}: choose one of {', '.join(RULES)}")
+        meant = f"write {name.lower()!r}" if name.lower() in RULES else f"choose one of {', '.join(RULES)}"
+        raise ValueError(f"unknown rule {name!r}: {meant}")
     return RULES[name]

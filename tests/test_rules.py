@@ -309,3 +309,8 @@ def test_rules_import_nothing_heavy():
     packages = {name.partition(".")[0] for name in done.stdout.split()}
     assert "smupar" in packages
     assert packages - {"smupar"} <= set(sys.stdlib_module_names)
+
+
+def test_rule_in_other_letters_is_named():
+    with pytest.raises(ValueError, match=r"unknown rule 'muP': write 'mup'$"):
+        rules.get_rule("muP")

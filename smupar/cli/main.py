@@ -154,6 +154,9 @@ def _say(text: str, stream: TextIO) -> None:
 def _complete(argv: Sequence[str]) -> None:
     from smupar.cli.completion import SHELLS, script
 
+    if set(argv) & set(_HELP):
+        print(f"smupar completion {{{','.join(SHELLS)}}} prints a script that completes smupar's commands and flags")
+        return
     refuse(len(argv) != 1 or argv[0] not in SHELLS, f"completion needs a shell, {' or '.join(SHELLS)}: smupar completion bash")
     print(script(argv[0], COMMANDS), end="")
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import smupar
+from smupar.cli.main import main
 from smupar.lm.data.shards import TokenizerInfo, write_tokens
 
 
@@ -170,3 +171,8 @@ def test_errors_of_the_system_name_the_path_and_what_to_do(command, tmp_path):
     (tmp_path / "proxy").mkdir()
     said = command("train", "--follow", "proxy", "--steps", "2")
     assert "smupar: proxy is a folder: name the trace in it, proxy/trace.json" in said.stderr
+
+
+def test_completion_has_help(capsys):
+    main(["completion", "--help"])
+    assert capsys.readouterr().out.startswith("smupar completion {")

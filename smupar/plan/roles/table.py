@@ -197,12 +197,11 @@ ROLE_TABLE = (
         "it is inside the network",
     ),
     Case(
-        "has a scaling input and a fixed output, which the example's forward pass does not use",
+        "has a scaling input and a fixed output, from which the example makes neither the model's output nor what others read",
         lambda t, n: t.reads_scaling and _seen(t).how == "product",
         ASK,
-        "has a scaling input and a fixed output, which the example's forward pass does not use",
-        "hidden",
-        _input_dims,
+        "makes neither the example's output nor what another layer reads: pass an example that makes the loss too, such as a "
+        "batch with labels",
     ),
     Case(
         "has a scaling input and a single output, and the model says that another layer makes its logits",
