@@ -4,6 +4,7 @@ import contextlib
 import multiprocessing
 import os
 import resource
+import signal
 import socket
 from pathlib import Path
 
@@ -51,6 +52,7 @@ def start_rank(work, rank, port, log):
 def _on_rank(rank, port, work, log):
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background of a shell ignore it
     torch.manual_seed(rank)  # each rank has a global RNG of its own
     with quiet(log):
         work()
