@@ -207,6 +207,9 @@ def test_decay_page_has_what_coupled_decay_and_decay_of_some_parameters_cost():
     matrices, hidden = ([lost(density, decayed=part) for density in (1 / 8, 1 / 32)] for part in ("matrices", "hidden"))
     assert f"the loss is {matrices[0]} higher at density 1/8 and {matrices[1]} at 1/32" in page
     assert f"If only hidden weights decay, it is {hidden[0]} and {hidden[1]} higher" in page
+    norms = [lost(density, decayed="vectors") for density in (1 / 8, 1 / 32)]
+    assert f"If only norms decay, it is {norms[0]} and {norms[1]} higher." in page
+    assert study(decayed="hidden")[1 / 32, 0.1] == pytest.approx(main[1 / 32, 0.0], rel=1e-3)  # "level with no decay"
     dense = [abs(study(decayed=part)[1, 0.1] / main[1, 0.1] - 1) for part in ("matrices", "hidden")]
     assert f"For dense models the difference is {percent(max(dense))} at most" in page
 

@@ -16,7 +16,7 @@ from smupar.study.picture import draw_png
 from smupar.study.report import write_report
 from smupar.study.stages import run_until_complete
 from smupar.study.store import Study
-from smupar.study.transfer import Verdict, analyse, headline, panels, proposals, sentence
+from smupar.study.transfer import Verdict, _answer, analyse, headline, panels, proposals, sentence
 from tests.study.tiny import TINY, TINY_FLAGS, summary
 
 
@@ -261,3 +261,18 @@ def test_headline_names_the_rules_under_which_the_best_value_transfers():
         "So far the learning rate does not transfer under SP and muP, SmuPar stays within 2x, with runs to come."
     )
     assert headline([], "learning rate") == ""
+
+
+def test_card_has_the_most_that_the_best_run_of_the_proxy_costs_on_targets_that_have_run_it():
+    values = (0.001, 0.002, 0.004)
+    config = TransferConfig(run=TINY, rules=("sp",), widths=(64,), sparsities=(0.0, 0.75), values=values).normalised
+    proxy = Curve("sp", 32, 0.0, values, (2.5, 2.0, 3.0), is_proxy=True)
+    dense = Curve("sp", 64, 0.0, values, (2.0, 3.0, 4.0))
+    sparse, begun = Curve("sp", 64, 0.75, values, (4.0, 2.2, 2.0)), Curve("sp", 64, 0.75, values[:1], (4.0,))
+
+    def cost(*targets):
+        return _answer(config, Verdict("sp", proxy, targets))["text"].splitlines()[-1]
+
+    assert cost(dense, sparse) == "0.002, the proxy's best run, costs at most 50.0% (density 1, width 64)"
+    assert cost(sparse) == "0.002, the proxy's best run, costs at most 10.0% (density 1/4, width 64)"
+    assert cost(begun) == "what 0.002, the proxy's best run, costs is not known yet"
