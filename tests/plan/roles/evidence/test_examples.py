@@ -686,3 +686,24 @@ def test_example_decides_roles_of_a_model_that_is_deeper_than_its_base():
     assert {plan[f"blocks.{block}.1.down"].in_dims for block in range(4)} == {(0,)}
     assert widths(plan, "blocks.3.1.down", "blocks.3.1.up") == [(4, 1), (1, 4)]
     assert any("differ in depth" in str(note) for note in plan.notes)
+
+
+class Auxiliary(nn.Module):
+    """A head that only the loss uses."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.body, self.aux, self.head = nn.Linear(6, width), nn.Linear(width, 8), nn.Linear(width, 5)
+
+    def forward(self, x, target=None):
+        hidden = self.body(x).relu()
+        aux, logits = self.aux(hidden), self.head(hidden)
+        return logits if target is None else (logits - target).pow(2).mean() + aux.pow(2).mean()
+
+
+def test_head_that_only_the_loss_uses_is_asked_about_without_a_guess():
+    refusal(
+        Auxiliary(64), base=Auxiliary(16), example=torch.randn(3, 6), match=r"(?s)makes the loss too.*'aux\.weight': \.\.\."
+    )
+    plan = smupar.make_plan(Auxiliary(64), base=Auxiliary(16), example=(torch.randn(3, 6), torch.randn(3, 5)))
+    assert (plan["aux.weight"].role, plan["head.weight"].role) == ("unembedding", "unembedding")
