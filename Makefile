@@ -47,7 +47,7 @@ site: $(VENV)/.docs
 # Everything that has to be right before a tag: tests, slow tests of what is installed, the site, version, changelog, links.
 release: test test-browser site
 	$(BIN)/python -m pytest -m "slow or not slow" tests/test_packaging.py
-	$(BIN)/python tests/release.py
+	$(BIN)/python tests/support/release.py
 	rm -rf dist && $(BIN)/python -m hatchling build
 	@echo "dist/ holds wheel and sdist; push the tag v$$($(BIN)/python -c 'import smupar; print(smupar.__version__)') to release them"
 

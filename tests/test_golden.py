@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import smupar
-from tests import golden
+from tests.support import golden
 
 FIXTURES = Path(__file__).parent / "fixtures"
 OLDER = FIXTURES / "older"

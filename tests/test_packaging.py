@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import smupar
-from tests.release import problems, raise_to, relative_links, urls
+from tests.support.release import problems, raise_to, relative_links, urls
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -16,7 +16,7 @@ from torch.nn.utils import parametrize
 import smupar
 from smupar.lm.config.run_config import ModelConfig
 from smupar.lm.model.gpt import GPT
-from tests.models import MLP, parameterized_mlp
+from tests.support.models import MLP, parameterized_mlp
 
 
 def mlp(density=1 / 4, *args, **settings):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser import chromium, needs_chromium
+from tests.support.browser import chromium, needs_chromium
 
 ROOT = Path(__file__).parents[2]
 

@@ -4,8 +4,8 @@ import torch
 
 import smupar
 from smupar.model.parameterize import mask_of
-from tests.loops import adamw, make_step, state_of, tokens_of
-from tests.models import TokenNet, on_meta
+from tests.support.loops import adamw, make_step, state_of, tokens_of
+from tests.support.models import TokenNet, on_meta
 
 SIZES = {"mix.weight": 256, "up.weight": 512, "down.weight": 512}  # hidden weights of the net
 

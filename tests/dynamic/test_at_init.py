@@ -10,8 +10,8 @@ from torch import nn
 import smupar
 from smupar.model.parameterize import mask_of
 from tests.dynamic.moving import SIZES, assert_nothing_off_mask, counts, hidden_of, make, masks_of, train
-from tests.loops import adamw, assert_same_tensors, loss_of, tokens_of
-from tests.models import TokenNet, on_meta
+from tests.support.loops import adamw, assert_same_tensors, loss_of, tokens_of
+from tests.support.models import TokenNet, on_meta
 
 
 def test_magnitude_masks_keep_the_largest_of_each_layer_and_leave_the_model():

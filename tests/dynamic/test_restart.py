@@ -9,7 +9,7 @@ from torch import nn
 import smupar
 from smupar.optim.layer_rates import layer_rates
 from tests.dynamic.moving import SIZES, hidden_of, make, masks_of, moving, optimize, train
-from tests.loops import adamw, assert_same_tensors
+from tests.support.loops import adamw, assert_same_tensors
 
 GROW_AT, BETAS = 6, (0.9, 0.999)
 

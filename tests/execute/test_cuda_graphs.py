@@ -14,7 +14,7 @@ from smupar.lm.run.distributed import World
 from smupar.lm.run.stack import GPTStack
 from smupar.lm.run.step import Stepper
 from smupar.lm.run.train import train
-from tests.loops import relative_error
+from tests.support.loops import relative_error
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),

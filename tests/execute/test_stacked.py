@@ -19,9 +19,9 @@ from smupar.lm.run.schedule import lr_share
 from smupar.lm.run.stack import GPTStack
 from smupar.lm.run.step import next_token_loss
 from tests.lm.run.bags import BAG, BASE, DEEP_BAG
-from tests.loops import loss_of, relative_error
-from tests.models import sequential
-from tests.texts import words
+from tests.support.loops import loss_of, relative_error
+from tests.support.models import sequential
+from tests.support.texts import words
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from smupar.cli.main import main
-from tests.texts import bpe
+from tests.support.texts import bpe
 
 SHAPE = "--width 16 --base-width 8 --depth 1 --head-dim 8 --seq-len 16 --batch-size 2 --valid-batches 1 --vocab-size 320"
 TRAIN = f"{SHAPE} --steps 12 --sparsity 0.5 --data text --device cpu --peak-tflops 1"

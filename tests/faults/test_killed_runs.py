@@ -18,7 +18,7 @@ import pytest
 from tests.faults.test_killed_studies import CODES
 from tests.lm.run.processes import PROCESSES, run_command
 from tests.lm.run.runs import assert_same_run
-from tests.texts import bpe
+from tests.support.texts import bpe
 
 STEPS = 240
 SHAPE = "--depth 1 --head-dim 16 --base-width 32 --seq-len 16 --batch-size 4 --valid-batches 2 --device cpu --peak-tflops 1"

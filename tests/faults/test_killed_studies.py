@@ -23,8 +23,8 @@ from smupar.study.stacks import training
 from smupar.study.stacks.division import recorded_divisions
 from smupar.study.store import Study
 from tests.lm.run.processes import quiet
-from tests.studies import ends_of, tables_of
-from tests.texts import words
+from tests.support.studies import ends_of, tables_of
+from tests.support.texts import words
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["smupar.study.engines", "smupar.cli.main", "smupar.study.tune", "smupar.study.report"])

@@ -35,7 +35,7 @@ from smupar.lm.use.score import (
 )
 from smupar.lm.use.score import write_requests as write_request_file
 from tests.lm.use.tiny import chain, trained_run
-from tests.texts import bpe
+from tests.support.texts import bpe
 
 CPU = torch.device("cpu")
 ON_CPU = ScoringConfig(device="cpu", batch_size=3)

@@ -11,7 +11,7 @@ from torch import nn
 import smupar
 from smupar.model.parameterize import mask_updates
 from smupar.model.seam import AFTER, BEFORE, optimizers, seam_of
-from tests.models import sequential
+from tests.support.models import sequential
 
 HIDDEN = ("2.weight", "4.weight")
 

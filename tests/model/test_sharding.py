@@ -15,8 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 import smupar
 from smupar.lm.config.run_config import ModelConfig
 from smupar.lm.model.gpt import BRANCHES, GPT
-from tests.loops import assert_same_tensors, loss_of
-from tests.ranks import WORLD, full, on_two_ranks, share_of
+from tests.support.loops import assert_same_tensors, loss_of
+from tests.support.ranks import WORLD, full, on_two_ranks, share_of
 
 STEPS, CLIP = 5, 0.2
 # Odd sizes (25, 65, 75, a vocabulary of 17), so that shards are uneven.

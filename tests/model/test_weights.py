@@ -11,7 +11,7 @@ from smupar.execute.stacked import Hyperparameters, Stack
 from smupar.model.csr import compress_export, compress_state, expand_export, expand_state, row_index
 from smupar.model.stacked_weight import StackedWeight
 from smupar.model.weights import CompressedWeight, DenseWeight, hidden_weights, weight_of
-from tests.models import Conv1D
+from tests.support.models import Conv1D
 
 NAME = "1.weight"
 

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 import smupar
-from tests.models import MLP
-from tests.models import parameterized_mlp as mlp
+from tests.support.models import MLP
+from tests.support.models import parameterized_mlp as mlp
 
 ADAM_FAMILY = [
     torch.optim.Adam,

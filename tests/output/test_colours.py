@@ -8,7 +8,7 @@ import pytest
 
 from smupar.output.colours import RULE_STYLES, mixed, rule_colour
 from smupar.output.page import page
-from tests.browser import contrast
+from tests.support.browser import contrast
 
 # How colours look with red-green blindness, in linear RGB (Machado, Oliveira and Fernandes 2009, severity 1).
 SIGHTS = {

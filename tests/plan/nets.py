@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from tests.models import on_meta
+from tests.support.models import on_meta
 
 SIGMA, ALPHA_INPUT, ALPHA_OUTPUT = 0.08665602, 9.1705, 1.0951835  # Table 3 of the paper
 

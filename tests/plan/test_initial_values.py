@@ -7,7 +7,7 @@ from torch.nn.utils import parametrizations
 
 import smupar
 from smupar.plan.plan import Plan
-from tests.models import on_meta
+from tests.support.models import on_meta
 
 
 class Layers(nn.Module):

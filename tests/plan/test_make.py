@@ -12,8 +12,8 @@ from torch import nn
 
 import smupar
 from smupar.plan.make import DEFAULTS, Settings
-from tests.models import on_meta
 from tests.plan.nets import ALPHA_INPUT, ALPHA_OUTPUT, HIDDEN, MLP, SIGMA, Blocks, Conv, numbers, own_mask, plan_mlp
+from tests.support.models import on_meta
 
 
 @pytest.mark.parametrize("rule", ["smupar", "smupar-init-only", "smupar-lr-only"])

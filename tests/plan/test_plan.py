@@ -11,8 +11,8 @@ import torch
 
 import smupar
 from smupar.plan.globs import layer_glob
-from tests.models import on_meta
 from tests.plan.nets import ALPHA_INPUT, MLP, SIGMA, Blocks, Conv, attention_plan, numbers, own_mask, plan_mlp
+from tests.support.models import on_meta
 
 
 def some_plans():

@@ -6,9 +6,9 @@ from torch import nn
 
 import smupar
 from smupar.plan.plan import Plan
-from tests.models import on_meta
 from tests.plan.nets import ALPHA_INPUT, ALPHA_OUTPUT, MLP, attention_plan, plan_mlp
 from tests.plan.roles.nets import LM, Attention, ConvNet
+from tests.support.models import on_meta
 
 
 def test_attention_scale_is_a_number_and_reading_it_changes_nothing():

@@ -4,8 +4,8 @@ import pytest
 
 from smupar.study.curves import Line, Panel, Point, chart_of, line_of
 from smupar.study.picture import draw_png, line_colour
-from tests.browser import contrast
 from tests.study.test_curves import parabola, seeded
+from tests.support.browser import contrast
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from smupar.study.engines import execute
 from smupar.study.ray_engine import execute_on_ray, split, tasks_of
 from smupar.study.stacks.division import Division
 from smupar.study.store import Study
-from tests.texts import words
+from tests.support.texts import words
 
 TINY = RunConfig(
     model=ModelConfig(width=32, depth=1, head_dim=16),

@@ -15,7 +15,7 @@ from smupar.study.report import definition_of, write_report
 from smupar.study.store import Study
 from smupar.study.tune import FORMAT, doubts, read_hps
 from tests.faults.damage import places, replaced
-from tests.texts import words
+from tests.support.texts import words
 
 RUN = ["--width", "32", "--depth", "1", "--head-dim", "16", "--base-width", "32", "--steps", "4", "--seq-len", "16"]
 RUN += ["--batch-size", "2", "--valid-batches", "1", "--data", words()]

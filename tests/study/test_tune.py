@@ -21,7 +21,7 @@ from smupar.study.run_configs import with_fields
 from smupar.study.stages import run_study
 from smupar.study.store import Study
 from smupar.study.tune import FORMAT, Tuned, define_search, doubts, propose, read_hps, sensitivity, write_best
-from tests.texts import words
+from tests.support.texts import words
 
 PROXY = RunConfig(
     model=ModelConfig(width=32, depth=1, head_dim=16),

@@ -6,7 +6,7 @@ from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.lm.run.folder import Summary
 from smupar.study.engines import execute
 from smupar.study.store import Study
-from tests.texts import words
+from tests.support.texts import words
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["smupar.study.engines"])

@@ -6,8 +6,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import smupar
-from tests.loops import adamw, make_step, optimizers_of
-from tests.models import CLASSES, on_meta
+from tests.support.loops import adamw, make_step, optimizers_of
+from tests.support.models import CLASSES, on_meta
 
 
 class Net(nn.Module):

@@ -16,7 +16,7 @@ from smupar.lm.run.train import train
 from smupar.updates.law import Law, parse_law
 from smupar.updates.probe import some_rows
 from smupar.updates.trace import Trace
-from tests.texts import words
+from tests.support.texts import words
 
 RUN = RunConfig(
     model=ModelConfig(width=32, depth=1, head_dim=16), base_width=16, sparsity=0.5, steps=30, batch_size=2, seq_len=16,

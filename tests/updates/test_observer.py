@@ -12,8 +12,8 @@ from torch import nn
 import smupar
 from smupar.output.json_files import DamagedFileError
 from smupar.updates.observation import ALIGNMENT, DECAY, DY, ENTROPY, GRAD_X, MOVED, TOP, WEIGHTS, Observation, Y
-from tests.loops import adamw, assert_same_tensors, loss_of, make_step, weights_of
-from tests.models import on_meta
+from tests.support.loops import adamw, assert_same_tensors, loss_of, make_step, weights_of
+from tests.support.models import on_meta
 from tests.updates.measured import Attending, assert_untouched, batch, make, ready, rms, train
 
 NAME = "blocks.0.weight"

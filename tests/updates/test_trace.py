@@ -12,7 +12,7 @@ import torch
 import smupar
 from smupar.updates.meter import UpdatesWarning
 from smupar.updates.trace import Trace, TraceReader, same_moment
-from tests.loops import adamw, optimizers_of, weights_of
+from tests.support.loops import adamw, optimizers_of, weights_of
 from tests.updates.measured import Attending, Net, assert_untouched, make, ready, recorded, started, train
 
 

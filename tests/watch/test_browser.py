@@ -12,7 +12,7 @@ import pytest
 from smupar.output.page import write_page
 from smupar.study.view import StudyView
 from smupar.watch.server import serving
-from tests.browser import chromium, contrast, needs_chromium
+from tests.support.browser import chromium, contrast, needs_chromium
 from tests.watch.studies import RUN, end_run, make_study
 
 pytestmark = needs_chromium

@@ -12,7 +12,7 @@ from smupar.bench.sparse.compare import bench_sparse
 from smupar.bench.sparse.rows import Machine
 from smupar.execute.sparse.cpu import Compiled
 from smupar.lm.config.run_config import ModelConfig
-from tests.models import VOCAB
+from tests.support.models import VOCAB
 
 
 def test_benchmark_writes_table_numbers_and_picture(tmp_path):

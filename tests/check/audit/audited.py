@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import smupar
-from tests.models import MLP
+from tests.support.models import MLP
 
 RULES = ("sp", "mup", "smupar", "smupar-init-only", "smupar-lr-only")
 PATTERNS = {

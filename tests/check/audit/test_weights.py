@@ -12,7 +12,7 @@ import smupar
 from smupar.lm.config.run_config import ModelConfig
 from smupar.lm.model.gpt import GPT
 from tests.check.audit.audited import PATTERNS, RULES, adamw, findings, mlp, only_finding, ready, train
-from tests.models import MLP
+from tests.support.models import MLP
 
 # Untouched models
 

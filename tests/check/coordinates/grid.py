@@ -11,8 +11,8 @@ from torch import nn
 import smupar
 from smupar.check.coordinates.measure import Reading, Y
 from smupar.check.coordinates.verdict import Slope
-from tests.loops import loss_of
-from tests.models import Conv1D
+from tests.support.loops import loss_of
+from tests.support.models import Conv1D
 
 
 class Fork(nn.Module):

@@ -13,8 +13,8 @@ from smupar.check.coordinates.depth import layers_of
 from smupar.check.coordinates.measure import DY, GRAD_X, GridPoint, Y
 from smupar.check.coordinates.report import Report
 from tests.check.coordinates.grid import reading, token_batches
-from tests.loops import loss_of
-from tests.models import Residual
+from tests.support.loops import loss_of
+from tests.support.models import Residual
 
 
 class Block(nn.Module):

@@ -25,7 +25,7 @@ from tests.check.coordinates.grid import (
     trained_once,
     twin,
 )
-from tests.loops import loss_of
+from tests.support.loops import loss_of
 
 
 class Shared(nn.Module):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from tests.models import Residual
+from tests.support.models import Residual
 
 STEPS, LR, VOCAB, SIZE = 400, 2**-5, 64, 128
 pytestmark = pytest.mark.slow

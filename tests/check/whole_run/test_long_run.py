@@ -12,7 +12,7 @@ from smupar.lm.config.commands import CheckConfig
 from tests.check.coordinates.grid import Fork, batches_of, token_batches
 from tests.check.coordinates.test_depth import ENDS, net
 from tests.check.coordinates.test_depth import loss_of as depth_loss
-from tests.loops import loss_of
+from tests.support.loops import loss_of
 
 
 def check(steps=24, **settings):

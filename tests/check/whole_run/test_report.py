@@ -12,7 +12,7 @@ from smupar.check.whole_run.drift import Drift
 from smupar.check.whole_run.long_run import readings_of
 from smupar.check.whole_run.report import RunReport
 from smupar.updates.observation import ALIGNMENT, DECAY, DY, LR, MOVED, Observation
-from tests.models import MLP, on_meta
+from tests.support.models import MLP, on_meta
 
 STEPS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 410, 512]
 LAYERS = ("fc2.weight", "fc3.weight")

@@ -9,7 +9,7 @@ import smupar
 from smupar.dynamic.policies import density_factor
 from smupar.optim.layer_rates import group_of_weight, layer_rates
 from tests.dynamic.moving import SIZES, counts, hidden_of, make, moving, optimize, ready, train
-from tests.loops import adamw, assert_same_tensors, optimizers_of, used_lrs
+from tests.support.loops import adamw, assert_same_tensors, optimizers_of, used_lrs
 
 
 def make_sign(model, plan, lr=0.01):

@@ -20,8 +20,8 @@ from tests.dynamic.moving import (
     share,
     train,
 )
-from tests.loops import adamw, assert_same_tensors, loss_of, optimizers_of, state_of, tokens_of
-from tests.models import TokenNet, on_meta
+from tests.support.loops import adamw, assert_same_tensors, loss_of, optimizers_of, state_of, tokens_of
+from tests.support.models import TokenNet, on_meta
 
 
 @pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "lion"])

@@ -22,8 +22,8 @@ from tests.dynamic.moving import (
     ready,
     train,
 )
-from tests.loops import adamw, assert_same_tensors, loss_of, tokens_of, used_lrs
-from tests.models import TokenNet
+from tests.support.loops import adamw, assert_same_tensors, loss_of, tokens_of, used_lrs
+from tests.support.models import TokenNet
 
 
 def test_cubic_curve_prunes_fast_at_first():

@@ -5,7 +5,7 @@ import torch
 
 import smupar
 from tests.dynamic.moving import SIZES, counts, hidden_of, make, masks_of, moving, optimize, train
-from tests.loops import adamw, used_lrs
+from tests.support.loops import adamw, used_lrs
 
 
 @pytest.mark.parametrize("rewind", [0, 3])

@@ -5,9 +5,9 @@ import torch
 
 import smupar
 from tests.dynamic.moving import make, moving, ready
-from tests.loops import adamw, loss_of, tokens_of
-from tests.models import TokenNet
-from tests.wiring import wiring
+from tests.support.loops import adamw, loss_of, tokens_of
+from tests.support.models import TokenNet
+from tests.support.wiring import wiring
 
 NEVER_MOVES = "masks would never move: no multiple of every=100 lies between 0 and stop=75"
 NO_END = r"every must be at least 1, and stop after start"

@@ -16,8 +16,8 @@ from smupar.model.gradients import gradient_mask
 from smupar.model.parameterize import mask_of
 from smupar.optim.layer_rates import layer_rates
 from tests.dynamic.moving import SIZES, assert_nothing_off_mask, counts, make, masks_of, moving, optimize, ready, share
-from tests.loops import adamw, assert_same_tensors, loss_of, tokens_of, used_lrs, weights_of
-from tests.models import VOCAB
+from tests.support.loops import adamw, assert_same_tensors, loss_of, tokens_of, used_lrs, weights_of
+from tests.support.models import VOCAB
 
 
 def backward(model, step, scale=1.0):

@@ -11,8 +11,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import smupar
-from tests.models import VOCAB, TokenNet
-from tests.ranks import built, full, on_two_ranks, share_of, wrapped
+from tests.support.models import VOCAB, TokenNet
+from tests.support.ranks import built, full, on_two_ranks, share_of, wrapped
 
 STEPS, WIDTH = 9, 15  # odd sizes, so that shards are uneven
 LAYOUTS = ["ddp", "fsdp", "fsdp afterwards"]

@@ -7,7 +7,7 @@ import torch
 
 import smupar
 from tests.dynamic.moving import SIZES, moving, train
-from tests.loops import assert_same_tensors, state_of
+from tests.support.loops import assert_same_tensors, state_of
 
 RUNS = {
     "RigL": {"every": 5, "stop": 20},

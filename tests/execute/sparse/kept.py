@@ -10,8 +10,8 @@ import smupar
 from smupar.execute.sparse.backends import compress
 from smupar.execute.sparse.cpu import Compiled, Torch
 from smupar.model.compressed import SparseLinear
-from tests import loops
-from tests.models import VOCAB, Conv1D, TokenNet
+from tests.support import loops
+from tests.support.models import VOCAB, Conv1D, TokenNet
 
 KERNELS = [Compiled(), Torch()]
 

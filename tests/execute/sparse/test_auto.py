@@ -8,7 +8,7 @@ from smupar.execute.sparse import auto, library
 from smupar.execute.sparse.cpu import best_kernel
 from smupar.model.compressed import SparseLinear
 from tests.execute.sparse.kept import batch, convnet, pair, parameterized
-from tests.ranks import on_two_ranks
+from tests.support.ranks import on_two_ranks
 
 
 def test_auto_says_what_it_chose_and_measures_each_kind_of_layer_once():

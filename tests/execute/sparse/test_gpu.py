@@ -24,7 +24,7 @@ from smupar.model.compressed import SparseLinear
 from smupar.model.parameterize import mask_of
 from smupar.plan.masks.patterns import generator, parse_pattern
 from tests.execute.sparse.kept import HIDDEN, relative
-from tests.models import Conv1D, TokenNet
+from tests.support.models import Conv1D, TokenNet
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),

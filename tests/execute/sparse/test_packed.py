@@ -7,7 +7,7 @@ from torch import nn
 from smupar.execute.sparse import packed as subject
 from smupar.execute.sparse.library import NoKernel
 from smupar.execute.sparse.packed import PackedLinear, pack
-from tests.models import Conv1D
+from tests.support.models import Conv1D
 
 
 def _matrix(num_rows, num_columns, density, dtype=torch.float32):

@@ -23,7 +23,7 @@ from smupar.lm.data.shards import open_tokens, read_index, verify
 from smupar.lm.data.sources import cut_at
 from smupar.lm.data.tokenizer import load_tokenizer, read_tokenizer
 from smupar.output.json_files import SEAL
-from tests.texts import bpe
+from tests.support.texts import bpe
 
 
 @pytest.fixture(autouse=True)

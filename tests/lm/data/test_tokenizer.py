@@ -13,7 +13,7 @@ from tokenizers import models, processors
 from smupar.lm.config.commands import PrepareConfig
 from smupar.lm.data.prepare import prepare
 from smupar.lm.data.tokenizer import _byte_level_bpe, load_tokenizer, read_tokenizer
-from tests.texts import bpe
+from tests.support.texts import bpe
 
 TEXT = "the cat sat on the mat, the dog sat on the cat. Grüße aus Köln!\n\n  the 你好 end 🙂\r\n"
 

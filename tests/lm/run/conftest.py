@@ -6,7 +6,7 @@ import pytest
 from smupar.lm.run.train import train
 from tests.lm.run.processes import in_process
 from tests.lm.run.runs import CONFIG, CURVE, HOW
-from tests.texts import words
+from tests.support.texts import words
 
 
 @pytest.fixture(scope="session")

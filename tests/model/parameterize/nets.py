@@ -6,8 +6,8 @@ from torch import nn
 
 import smupar
 from smupar.lm.config.run_config import ModelConfig, RunConfig
-from tests.loops import make_step, tokens_of
-from tests.models import VOCAB, on_meta
+from tests.support.loops import make_step, tokens_of
+from tests.support.models import VOCAB, on_meta
 
 HIDDEN = ("hidden.0.weight", "hidden.1.weight")
 

@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from tests.loops import adamw, assert_same_tensors, loss_of, tokens_of
 from tests.model.parameterize.nets import Net, Outer, frozen_state, gradients, make, masks_of, off_mask, train
-from tests.models import VOCAB
+from tests.support.loops import adamw, assert_same_tensors, loss_of, tokens_of
+from tests.support.models import VOCAB
 
 
 def test_state_dict_restores_masks_and_logits_over_another_seed():

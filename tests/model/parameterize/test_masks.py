@@ -14,9 +14,9 @@ from torch import nn
 import smupar
 from smupar.lm.model.gpt import build
 from smupar.plan.masks.patterns import read_masks
-from tests.loops import assert_same_tensors, loss_of, tokens_of
 from tests.model.parameterize.nets import GPT_CONFIG, Net, Tables, make, masks_of, off_mask, raw_memory
-from tests.models import on_meta
+from tests.support.loops import assert_same_tensors, loss_of, tokens_of
+from tests.support.models import on_meta
 
 
 def matrices(model):

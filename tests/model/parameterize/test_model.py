@@ -12,7 +12,6 @@ from torch import nn
 import smupar
 from smupar.lm.config.run_config import ModelConfig
 from smupar.lm.model.gpt import GPT, build
-from tests.loops import adamw, assert_same_tensors, loss_of, tokens_of
 from tests.model.parameterize.nets import (
     GPT_CONFIG,
     HIDDEN,
@@ -27,7 +26,8 @@ from tests.model.parameterize.nets import (
     raw_memory,
     train,
 )
-from tests.models import VOCAB, on_meta
+from tests.support.loops import adamw, assert_same_tensors, loss_of, tokens_of
+from tests.support.models import VOCAB, on_meta
 
 MASKS = {f"{name}_mask" for name in HIDDEN}
 

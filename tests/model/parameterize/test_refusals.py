@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 import smupar
-from tests.loops import assert_same_tensors, tokens_of
 from tests.model.parameterize.nets import Net, Outer, Tables, frozen_state, hooks_of, make
-from tests.models import VOCAB, on_meta
+from tests.support.loops import assert_same_tensors, tokens_of
+from tests.support.models import VOCAB, on_meta
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ import smupar
 from smupar.lm.model.gpt import build
 from smupar.model.parameterize import mask_updates
 from smupar.model.seam import seam_of
-from tests.loops import adamw, assert_same_tensors, loss_of, optimizers_of, tokens_of
 from tests.model.parameterize.nets import (
     GPT_CONFIG,
     HIDDEN,
@@ -23,6 +22,7 @@ from tests.model.parameterize.nets import (
     off_mask,
     train,
 )
+from tests.support.loops import adamw, assert_same_tensors, loss_of, optimizers_of, tokens_of
 
 
 def test_off_mask_gradients_are_exactly_zero_and_others_are_plain():

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from tests.models import Residual
+from tests.support.models import Residual
 
 TOKENS = torch.arange(12).reshape(2, 6)
 

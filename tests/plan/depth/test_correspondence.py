@@ -10,7 +10,7 @@ from torch import nn
 import smupar
 from smupar.plan.depth.correspondence import correspond
 from smupar.rules import DEPTH_RULES
-from tests.models import Residual, on_meta
+from tests.support.models import Residual, on_meta
 
 
 class Block(nn.Module):

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import smupar
-from tests.models import on_meta
+from tests.support.models import on_meta
 
 TOKENS = torch.arange(12).reshape(2, 6)
 PASSES = []  # the widths of all forward passes

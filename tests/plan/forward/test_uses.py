@@ -12,8 +12,8 @@ from smupar.plan.forward.run_copy import CannotRunError
 from smupar.plan.forward.watcher import watch
 from smupar.plan.roles.evidence import evidence_of
 from smupar.plan.roles.parameters import view_parameters
-from tests.models import VOCAB, TokenNet, on_meta
 from tests.plan.roles.nets import TOKENS
+from tests.support.models import VOCAB, TokenNet, on_meta
 
 TEXT = TOKENS % VOCAB
 

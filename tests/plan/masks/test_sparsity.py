@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from tests.models import on_meta
 from tests.plan.nets import ALPHA_OUTPUT, HIDDEN, MLP, SIGMA, Blocks, Conv, numbers, own_mask, plan_mlp
+from tests.support.models import on_meta
 
 
 def test_per_layer_densities_give_per_layer_corrections():

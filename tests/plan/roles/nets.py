@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 import smupar
-from tests.models import sequential
+from tests.support.models import sequential
 
 
 def roles(plan):

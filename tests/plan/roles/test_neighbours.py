@@ -6,7 +6,6 @@ import pytest
 from torch import nn
 
 import smupar
-from tests.models import sequential
 from tests.plan.roles.nets import (
     LM,
     Attention,
@@ -22,6 +21,7 @@ from tests.plan.roles.nets import (
     suggested,
     widths,
 )
+from tests.support.models import sequential
 
 
 def shared_table(width):

@@ -10,7 +10,7 @@ from torch import nn
 import smupar
 from smupar.plan.plan import Plan
 from smupar.plan.scales.multipliers import find_multipliers
-from tests.models import MLP, TokenNet, on_meta, sequential
+from tests.support.models import MLP, TokenNet, on_meta, sequential
 
 
 class Scaled(nn.Module):

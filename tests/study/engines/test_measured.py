@@ -15,7 +15,7 @@ from smupar.study.engines import execute
 from smupar.study.report import write_report
 from smupar.study.store import Study
 from smupar.updates.trace import Trace
-from tests.texts import words
+from tests.support.texts import words
 
 TINY = RunConfig(
     model=ModelConfig(width=32, depth=1, head_dim=16), base_width=32, steps=20, batch_size=2, seq_len=16, valid_batches=1,

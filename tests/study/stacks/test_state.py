@@ -19,8 +19,8 @@ from smupar.study.stacks.division import recorded_divisions, remove_leftovers
 from smupar.study.store import Study
 from smupar.study.verify import verify
 from tests.faults.damage import flip_at
-from tests.studies import ends_of
-from tests.texts import words
+from tests.support.studies import ends_of
+from tests.support.texts import words
 
 CPU = torch.device("cpu")
 RUN = RunConfig(

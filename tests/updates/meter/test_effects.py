@@ -12,8 +12,8 @@ from smupar.updates.law import LAW
 from smupar.updates.meter import UpdatesWarning
 from smupar.updates.probe import NUM_TOKENS, some_rows
 from smupar.updates.trace import Trace
-from tests.loops import OPTIMIZERS, adamw, assert_same_tensors, loss_of, make_step, optimizers_of, used_lrs, weights_of
-from tests.models import CLASSES
+from tests.support.loops import OPTIMIZERS, adamw, assert_same_tensors, loss_of, make_step, optimizers_of, used_lrs, weights_of
+from tests.support.models import CLASSES
 from tests.updates.measured import Attending, Net, batch, inputs_of, make, ready, rms, started, train, used_rows
 
 

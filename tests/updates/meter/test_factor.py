@@ -15,7 +15,7 @@ from smupar.lm.run.optimizers import make_optimizers
 from smupar.lm.run.step import next_token_loss
 from smupar.optim.layer_rates import group_of_weight
 from smupar.updates.trace import Trace
-from tests.loops import adamw, assert_same_tensors, used_lrs, weights_of
+from tests.support.loops import adamw, assert_same_tensors, used_lrs, weights_of
 from tests.updates.measured import make, ready, recorded, start, started, train
 
 GPT = RunConfig(

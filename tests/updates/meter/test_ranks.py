@@ -19,9 +19,9 @@ from smupar.lm.run.distributed import World
 from smupar.lm.run.step import Stepper
 from smupar.updates.observation import Observation
 from smupar.updates.trace import Trace
-from tests.loops import adamw
-from tests.models import CLASSES, Conv1D
-from tests.ranks import WORLD, built, full, on_two_ranks, share_of, wrapped
+from tests.support.loops import adamw
+from tests.support.models import CLASSES, Conv1D
+from tests.support.ranks import WORLD, built, full, on_two_ranks, share_of, wrapped
 from tests.updates.measured import start
 
 STEPS, WIDTH = 4, 15

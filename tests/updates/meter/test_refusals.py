@@ -11,10 +11,10 @@ from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.lm.model.gpt import build
 from smupar.model.seam import optimizers
 from smupar.updates.trace import Trace, TraceReader
-from tests.loops import adamw
+from tests.support.loops import adamw
+from tests.support.wiring import wiring
 from tests.updates.measured import Net, ready, start, train
 from tests.updates.meter.test_factor import SCHEDULERS
-from tests.wiring import wiring
 
 
 def scheduled(made):

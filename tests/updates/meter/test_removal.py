@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 import smupar
 from smupar.model.seam import seam_of
-from tests.loops import adamw, loss_of, make_step, used_lrs
-from tests.models import CLASSES
+from tests.support.loops import adamw, loss_of, make_step, used_lrs
+from tests.support.models import CLASSES
 from tests.updates.measured import Net, assert_untouched, batch, make, start, started, train
 
 

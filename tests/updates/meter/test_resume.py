@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import smupar
-from tests.loops import assert_same_tensors, optimizers_of, weights_of
+from tests.support.loops import assert_same_tensors, optimizers_of, weights_of
 from tests.updates.measured import make, start, train
 
 

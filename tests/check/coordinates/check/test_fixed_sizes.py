@@ -12,7 +12,7 @@ from smupar.check.coordinates.measure import CHANGE, DY, GRAD_X, NARROWING, WIDE
 from smupar.check.coordinates.verdict import FAIL, PASS
 from tests.architectures.architecture import settle_all
 from tests.check.coordinates.grid import batches_of, check, size_of, slope_of, twin
-from tests.models import mixture
+from tests.support.models import mixture
 
 RANK = 32
 

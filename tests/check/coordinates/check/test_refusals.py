@@ -11,7 +11,7 @@ import smupar
 from smupar.check.coordinates.measure import DY
 from smupar.check.coordinates.verdict import FAIL
 from tests.check.coordinates.grid import Fork, batches_of, check
-from tests.loops import loss_of
+from tests.support.loops import loss_of
 
 
 class Own(nn.Module):

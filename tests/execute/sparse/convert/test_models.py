@@ -20,7 +20,7 @@ from smupar.lm.use.load import load_run
 from smupar.model.compressed import SparseLinear
 from smupar.model.parameterize import mask_of
 from tests.execute.sparse.kept import HIDDEN, adamw, assert_same_weights, batch, loss_of, net, pair, parameterized, train
-from tests.models import VOCAB, Conv1D
+from tests.support.models import VOCAB, Conv1D
 
 
 def gpt():

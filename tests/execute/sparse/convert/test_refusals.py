@@ -22,7 +22,7 @@ from tests.execute.sparse.kept import (
     parameterized,
     train,
 )
-from tests.wiring import wiring
+from tests.support.wiring import wiring
 
 
 def assert_untouched(model, call, match):

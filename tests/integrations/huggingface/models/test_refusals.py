@@ -16,7 +16,7 @@ from smupar.integrations import huggingface
 from smupar.lm.use.score import load_scoring_model
 from smupar.model.parameterize import is_parameterized
 from tests.integrations.huggingface.tiny import LLAMA, build, trained
-from tests.loops import assert_same_tensors
+from tests.support.loops import assert_same_tensors
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import smupar
-from tests.models import Residual, on_meta, sequential
 from tests.plan.roles.nets import LM, TOKENS, refusal, suggested, widths
+from tests.support.models import Residual, on_meta, sequential
 
 IMAGES = torch.linspace(-1, 1, 2 * 3 * 8 * 8).reshape(2, 3, 8, 8)
 ROWS = torch.linspace(-1, 1, 4 * 8).reshape(4, 8)

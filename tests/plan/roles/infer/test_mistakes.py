@@ -9,8 +9,8 @@ from torch.ao.nn.quantized import dynamic as quantized
 from torch.nn.utils import parametrizations
 
 import smupar
-from tests.models import sequential
 from tests.plan.roles.nets import LM, EncoderDecoder, Raw, TwoHeads, WithGetter, refusal, roles, suggested
+from tests.support.models import sequential
 
 
 def test_base_and_model_may_live_on_meta():

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from tests.models import sequential
 from tests.plan.roles.nets import LM, TOKENS, EncoderDecoder, TwoHeads, WithGetter, refusal, roles, suggested, widths
+from tests.support.models import sequential
 
 
 def both_logits(model, base, inputs, **settings):

@@ -6,8 +6,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from tests.models import mixture, mixture_of
 from tests.plan.roles.nets import refusal, roles, suggested
+from tests.support.models import mixture, mixture_of
 
 FEATURES = torch.linspace(-1, 1, 16 * 8).reshape(16, 8)
 

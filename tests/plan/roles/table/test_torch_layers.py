@@ -8,8 +8,8 @@ from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 import smupar
-from tests.models import sequential
 from tests.plan.roles.nets import Attention, ConvNet, Recurrent, TwoInputs, grouped_by_size, refusal, roles, suggested, widths
+from tests.support.models import sequential
 
 
 def test_packed_multihead_attention_is_hidden():

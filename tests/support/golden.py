@@ -1,7 +1,7 @@
 """Five tiny runs whose numbers must not change when the code is redesigned: on the text of LICENSE, through the command line.
 
-``python tests/golden.py OUT.json`` writes losses, metrics and a hash of the final weights. Two commits that run it on one
-machine must write the same file; tests/test_golden.py compares the losses with stored ones on any machine.
+``python tests/support/golden.py OUT.json`` writes losses, metrics and a hash of the final weights. Two commits that run it on
+one machine must write the same file; tests/test_golden.py compares the losses with stored ones on any machine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import nn
 import smupar
 from smupar.cli import main as cli
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SHAPE = (
     "--width 64 --base-width 32 --depth 2 --head-dim 16 --seq-len 32 --batch-size 4 --steps 40 --valid-batches 2 --device cpu"
 )

@@ -6,7 +6,7 @@ from lion_pytorch import Lion
 
 import smupar
 from smupar.optim.layer_rates import group_of_weight
-from tests.models import VOCAB
+from tests.support.models import VOCAB
 
 OPTIMIZERS = {
     "adamw": (torch.optim.AdamW, 0.01, {}),

@@ -1,7 +1,7 @@
-"""Is this checkout ready for a release? ``python tests/release.py [--tag v1.2.3]`` prints what is wrong and exits with 1.
+"""Is this checkout ready for a release? ``python tests/support/release.py`` prints what is wrong and exits with 1.
 
 `make release` runs this with the tests and the site before a tag is made; the release workflow runs it again for the tag.
-``python tests/release.py --raise-to 1.2.3`` writes the version and today's date to all files that name them.
+``python tests/support/release.py --raise-to 1.2.3`` writes the version and today's date to all files that name them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import tomllib
 from datetime import UTC, datetime
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 _HEADING = re.compile(r"^## (?P<version>\S+)(?: \((?P<date>\d{4}-\d{2}-\d{2})\))?$", re.MULTILINE)
 
 
@@ -26,7 +26,9 @@ def problems(root: Path, tag: str | None = None) -> list[str]:
     heading = _HEADING.search(read("CHANGELOG.md"))
     if not heading or (heading["version"], bool(heading["date"])) != (version, True):
         there = heading[0] if heading else "no heading"
-        found.append(f"CHANGELOG.md begins with {there!r}: python tests/release.py --raise-to VERSION writes version and date")
+        found.append(
+            f"CHANGELOG.md begins with {there!r}: python tests/support/release.py --raise-to VERSION writes version and date"
+        )
     if f"\nversion: {version}\n" not in read("CITATION.cff"):
         found.append(f"CITATION.cff does not say 'version: {version}'")
     if heading and heading["date"] and f"\ndate-released: {heading['date']}\n" not in read("CITATION.cff"):
