@@ -7,10 +7,11 @@ that cannot be stacked or do not fit into memory.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 import torch
@@ -24,10 +25,12 @@ from smupar.lm.run.signals import end_if_stopped
 from smupar.lm.run.stack import GPTStack, fastest_attention, stack_key
 from smupar.lm.run.train import train
 from smupar.output.progress import Display
+from smupar.plan.plan import PlanWarning
 from smupar.study.config import EngineName
 from smupar.study.live import beating
 from smupar.study.progress import StudyProgress
 from smupar.study.run_configs import grouped, unique
+from smupar.study.stacks.ahead import BuiltAhead
 from smupar.study.stacks.division import Division, recorded_divisions, without
 from smupar.study.stacks.training import train_stack
 from smupar.study.store import Study
@@ -144,19 +147,32 @@ def _train_division(
         division.write(study)
         _train_one_by_one(study, [by_id[run] for run in division.runs if run in by_id], device, progress)
         return
-    for number, runs in enumerate(division.stacks):
-        wanted = study.missing([by_id[run] for run in runs if run in by_id])
-        if not wanted:
-            continue
-        # Copies of runs fill the places of runs that are no longer wanted, and the places after the last run. So all stacks
-        # have the same size: nothing has to be compiled again, and the other runs are rounded as before.
-        part = [by_id.get(run, wanted[0]) for run in runs]
-        filled = part + [part[-1]] * (division.size - len(part))
-        if stack is None:
-            stack = GPTStack(filled, open_text(part[0]), device, own_batches=division.own_batches)
-        elif stack.num_steps or stack.configs != filled:
-            stack.refill(filled)
-        train_stack(study, stack, part, division, number, progress)
+    waiting = [(number, part) for number in range(len(division.stacks)) if (part := _stack(study, division, number, by_id))]
+    filled = [part + [part[-1]] * (division.size - len(part)) for _, part in waiting]
+    # On a CPU, building would slow down training. A large stack trains for so long that the time to build the next one hardly
+    # counts, and a second one would need memory.
+    builds_ahead = device.type == "cuda" and division.size == 1
+    with (
+        contextlib.closing(BuiltAhead()) as ahead,
+        warnings.catch_warnings(action="ignore", category=PlanWarning),  # the study has already shown these warnings
+    ):
+        for turn, (number, part) in enumerate(waiting):
+            if stack is None:
+                stack = GPTStack(filled[turn], open_text(part[0]), device, own_batches=division.own_batches)
+            elif stack.num_steps or stack.configs != filled[turn]:
+                stack.refill(filled[turn], ahead.take(filled[turn]))
+            if builds_ahead and 0 < turn < len(waiting) - 1:  # not while the first stack is compiled
+                ahead.start(filled[turn + 1])
+            train_stack(study, stack, part, division, number, progress)
+
+
+def _stack(study: Study, division: Division, number: int, by_id: Mapping[str, RunConfig]) -> list[RunConfig]:
+    """The runs of a stack; none if all have ended. Copies of a run fill the places of runs that are no longer wanted, so that
+    all stacks have the same size: nothing has to be compiled again, and the other runs are rounded as before. For the same
+    reason the caller fills up the last stack."""
+    runs = division.stacks[number]
+    wanted = study.missing([by_id[run] for run in runs if run in by_id])
+    return [by_id.get(run, wanted[0]) for run in runs] if wanted else []
 
 
 def divide(group: Sequence[RunConfig], engine: EngineName, device: torch.device) -> tuple[Division, GPTStack | None]:

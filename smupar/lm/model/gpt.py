@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from smupar.execute.attention_kernels import fused_alibi, fused_attention
 from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.model.parameterize import add_masks, parameterize
-from smupar.plan.make import Settings, make_plan
+from smupar.plan.make import Settings, cautions, planned, warn
 from smupar.plan.masks.allocations import Allocation, er, erk
 from smupar.plan.plan import Plan
 
@@ -269,14 +269,16 @@ def ends_of_branches(model: GPT) -> list[nn.Module]:
 
 
 def build(config: RunConfig) -> tuple[GPT, Plan]:
-    """A parameterized GPT on the CPU, with its attention scale set, and its plan."""
-    model = GPT(config.model)
+    """A parameterized GPT on the CPU, with its attention scale set, and its plan. Biases start at 0."""
+    # torch's own init would take half of the time, and its biases would differ from one call to the next.
+    model = on_meta(config.model).to_empty(device="cpu")
+    model.tie()
     return model, parameterized(model, config)
 
 
-def parameterized(model: GPT, config: RunConfig, *, reset: bool | None = None) -> Plan:
-    """Parameterizes a GPT in place with the run's settings; ``reset`` is passed to ``parameterize``."""
-    plan = parameterize(model, base=_base(config), reset=reset, **_settings(config))
+def parameterized(model: GPT, config: RunConfig) -> Plan:
+    """Parameterizes a GPT in place with the run's settings. It may come from ``to_empty``: none of its values are kept."""
+    plan = parameterize(model, base=_base(config), reset=True, **_settings(config))
     set_attention_scale(model, plan)
     for block in blocks(model):
         block.factor = residual_factor(config.model, config.residual_depth)
@@ -293,7 +295,8 @@ def set_attention_scale(model: nn.Module, plan: Plan) -> None:
 
 def plan_on_meta(config: RunConfig) -> Plan:
     """The plan that ``build`` would carry out, made without memory for a model of any size."""
-    plan = make_plan(on_meta(config.model), base=_base(config), **_settings(config))
+    plan = planned(on_meta(config.model), _base(config), _settings(config), has_values=False)
+    warn(cautions(plan), stacklevel=2)
     plan.settle("attention_scale")  # build sets it
     return plan
 

@@ -140,7 +140,7 @@ def build_on_device(config: RunConfig, world: World) -> tuple[GPT, Plan]:
     except RuntimeError as error:  # torch has no class of its own for a CPU out of memory
         raise MemoryError(f"the model does not fit into memory ({str(error).splitlines()[0]}): choose a smaller one") from error
     model.tie()
-    return model, parameterized(model, config, reset=True)
+    return model, parameterized(model, config)
 
 
 def wrap(model: GPT, world: World) -> nn.Module:

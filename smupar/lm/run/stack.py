@@ -87,7 +87,7 @@ class GPTStack:
         it."""
         self.corpus, self.device, self.world = corpus, device, World(0, 1, device, "ddp")
         first, on_gpu = configs[0], device.type == "cuda"
-        models, plans = self._build(configs)
+        models, plans = self._take(configs)
         for model in models:
             use_attention(model, attention or fastest_attention(first, device))
         self.own_batches = len(self.seeds) > 1 if own_batches is None else own_batches
@@ -104,8 +104,9 @@ class GPTStack:
         )
         self._set_plans(plans)
 
-    def refill(self, configs: Sequence[RunConfig]) -> None:
-        models, plans = self._build(configs)
+    def refill(self, configs: Sequence[RunConfig], built: Sequence[tuple[GPT, Plan]] | None = None) -> None:
+        """``built`` is what ``build_all`` returns for these runs, if it has been called already."""
+        models, plans = self._take(configs, built)
         assert self.own_batches or len(self.seeds) == 1, "runs of a stack with shared batches must have one seed"
         self.stack.refill(models, plans, [hyperparameters(config) for config in configs])
         self._set_plans(plans)
@@ -137,16 +138,13 @@ class GPTStack:
     def traces(self) -> list[Trace | None]:
         return [None] * len(self.configs) if self.updates is None else list(self.updates.traces())
 
-    def _build(self, configs: Sequence[RunConfig]) -> tuple[list[GPT], list[Plan]]:
-        with (
-            warnings.catch_warnings(action="ignore", category=PlanWarning),  # a study has already shown these warnings
-            # Drawing random numbers takes most of the time, and uses one thread for each model.
-            ThreadPoolExecutor(min(len(configs), os.cpu_count() or 1)) as pool,
-        ):
-            built = list(pool.map(build, configs))
-        if configs[0].base_depth is not None:  # so that the stack can be refilled with runs of another depth rule
-            for model, _ in built:
-                add_missing_branch_factors(model, ends_of_branches(model))
+    def _take(
+        self, configs: Sequence[RunConfig], built: Sequence[tuple[GPT, Plan]] | None = None
+    ) -> tuple[list[GPT], list[Plan]]:
+        """The runs' models on the device, and their plans."""
+        if built is None:
+            with warnings.catch_warnings(action="ignore", category=PlanWarning):  # a study has already shown these warnings
+                built = build_all(configs)
         self.configs = list(configs)
         self.seeds = sorted({config.seed for config in configs})
         return [model.to(self.device) for model, _ in built], [plan for _, plan in built]
@@ -229,6 +227,17 @@ class GPTStack:
         return read_batch(
             tokens, seed=seed, step=step, batch_size=first.batch_size, seq_len=first.seq_len, to=self.stack.upload
         )
+
+
+def build_all(configs: Sequence[RunConfig]) -> list[tuple[GPT, Plan]]:
+    """The models and plans of a stack's runs, in the host's memory."""
+    # Drawing random numbers takes most of the time, and uses one thread for each model.
+    with ThreadPoolExecutor(min(len(configs), os.cpu_count() or 1)) as pool:
+        built = list(pool.map(build, configs))
+    if configs[0].base_depth is not None:  # so that the stack can be refilled with runs of another depth rule
+        for model, _ in built:
+            add_missing_branch_factors(model, ends_of_branches(model))
+    return built
 
 
 def fastest_attention(config: RunConfig, device: torch.device) -> AttentionKernel:

@@ -272,6 +272,14 @@ def test_sp_has_no_factors_at_all():
         assert torch.equal(model(_tokens(9)), plain(_tokens(9)))
 
 
+def test_models_of_one_configuration_are_built_equal_and_with_biases_of_zero():
+    config = _with(biases=True, positions="learned")
+    model, other = build(config)[0], build(config)[0]
+    for (name, own), value in zip(model.named_parameters(), other.parameters(), strict=True):
+        assert torch.equal(own, value), name
+        assert not name.endswith("bias") or not own.any(), name
+
+
 def test_built_weights_have_the_spread_of_the_rule():
     model, plan = build(replace(_with(width=256), base_width=64, sparsity=0.9375))
     row = plan["blocks.0.attention.qkv.weight"]
