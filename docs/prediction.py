@@ -24,7 +24,7 @@ DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent))  # for the model and its data, which live beside the tests
 
 import smupar  # noqa: E402
-from tests.check.whole_run import test_outcomes as lab  # noqa: E402
+from tests.check.whole_run import test_causes as lab  # noqa: E402
 
 ROWS = DOCS / "lab" / "prediction.json.gz"
 STEPS, WIDTH, BASE, RATES = 400, 64, 32, tuple(range(-8, -2))  # log2 of the learning rates

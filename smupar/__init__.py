@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from smupar.check.audit.audit import audit
     from smupar.check.audit.findings import AuditError
-    from smupar.check.coordinates.check import coord_check
+    from smupar.check.coord_check import coord_check
     from smupar.check.coordinates.report import Report
     from smupar.dynamic.at_init import fan_in_init, magnitude_masks, snip_masks
     from smupar.dynamic.methods import GMP, IMP, SET, RigL
@@ -67,7 +67,7 @@ _WHERE = {
     "Observation": "updates.observation",
     "audit": "check.audit.audit",
     "AuditError": "check.audit.findings",
-    "coord_check": "check.coordinates.check",
+    "coord_check": "check.coord_check",
     "Report": "check.coordinates.report",
 }
 

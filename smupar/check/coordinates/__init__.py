@@ -1,11 +1,13 @@
 """The coordinate check: do activations, gradients and updates have the same size at every width, density and depth?
 
-check      ``coord_check``: trains the models of a grid
-grid_run   one run of the grid: its model, its training and its sizes
-grid       the models, at all widths and depths
-measure    the sizes in one run; calls: repeats calls of a layer with other weights
-depth      which layers are compared between models of different depth
-verdict    slopes, thresholds and verdicts
-diagnosis  causes and remedies
-report     the result as text, picture and JSON; page: as a page
+grid            the models, at all widths and depths
+grid_run        one run of the grid: its model, its training and its sizes
+readings        the runs, and the sizes that were read in them
+measure         takes the sizes in one run, with hooks; calls: repeats calls of a layer with other weights
+places          where sizes are measured: layers, blocks and parts
+gradient_sizes  how large gradients should be
+depth           which layers are compared between models of different depth
+verdict         slopes, thresholds and verdicts
+diagnosis       causes and remedies
+report          the result as text, picture and JSON; page: as a page
 """

@@ -24,7 +24,7 @@ from smupar.rules import depth_factor, get_depth_rule
 
 
 @dataclass(frozen=True)
-class Layers:
+class ComparedLayers:
     """The layers of a model to measure, and the factors that the plan puts on their sizes."""
 
     # path of each module to measure -> its name in the base; None measures every module, under its own name
@@ -72,10 +72,10 @@ class Layers:
         return self.effects.get(path, 1.0)
 
 
-SAME_DEPTH = Layers()
+SAME_DEPTH = ComparedLayers()
 
 
-def layers_of(model: nn.Module, base: nn.Module, plan: Plan, loss: Callable[[], Tensor]) -> Layers:
+def compared_layers(model: nn.Module, base: nn.Module, plan: Plan, loss: Callable[[], Tensor]) -> ComparedLayers:
     """The layers that correspond to layers of the base. ``loss`` runs the model once, to see which modules are inside residual
     branches."""
     matches, rule = correspond(model, base), get_depth_rule(plan.depth)
@@ -88,7 +88,7 @@ def layers_of(model: nn.Module, base: nn.Module, plan: Plan, loss: Callable[[], 
     scaled = {path: matches.m_depth(path) for path in modules if matches.m_depth(path) != 1}
     outside, inside, divided = _branches(model, plan, loss) if plan.branches else (set[str](), set[str](), set[str]())
     layers = {parent_path(row.name) for row in plan if row.role == "hidden"}
-    return Layers(
+    return ComparedLayers(
         places={paths[-1] if paths[-1] in blocks else paths[(len(paths) - 1) // 2]: place for place, paths in groups.items()},
         blocks=blocks,
         firsts={paths[0]: paths[-1] for paths in groups.values() if len(paths) > 1 and paths[-1] in blocks},

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from smupar.check.audit.findings import Finding
-from smupar.check.coordinates.measure import DY, GRAD_X, Cell, GridPoint, Y
+from smupar.check.coordinates.readings import DY, GRAD_X, Cell, GridPoint, Y
 from smupar.check.coordinates.verdict import FAIL, Slope, decides
 from smupar.plan.globs import layer_glob
 from smupar.plan.plan import Plan

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from smupar.check.audit.audit import differences, unsettled
 from smupar.check.audit.findings import Finding
-from smupar.check.coordinates.depth import SAME_DEPTH, Layers, layers_of
+from smupar.check.coordinates.depth import SAME_DEPTH, ComparedLayers, compared_layers
 from smupar.check.coordinates.grid import Grid, listed
-from smupar.check.coordinates.measure import Cell, GridPoint, Reading, SizeRecorder
+from smupar.check.coordinates.measure import SizeRecorder
+from smupar.check.coordinates.readings import Cell, GridPoint, Reading
 from smupar.check.coordinates.report import Report
 from smupar.model.parameterize import parameterize
 from smupar.model.seam import optimizers
@@ -172,11 +173,11 @@ class GridRun:
         for scheduler in self.schedulers:
             scheduler.step()
 
-    def layers(self, batch: Any) -> Layers:
+    def layers(self, batch: Any) -> ComparedLayers:
         """The layers to measure. If the check varies the depth, there is one such layer for each layer of the base."""
         if self.cell.depth is None:
             return SAME_DEPTH
-        layers = layers_of(self.model, self.grid.base, self.plan, partial(self.training.loss_fn, self.model, copy(batch)))
+        layers = compared_layers(self.model, self.grid.base, self.plan, partial(self.training.loss_fn, self.model, copy(batch)))
         self.faults += [
             Finding(f"{path!r} is in no branch that is divided", "branch missing", path) for path in layers.undivided
         ]

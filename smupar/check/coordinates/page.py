@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from smupar.check.coordinates.measure import JUDGED
+from smupar.check.coordinates.readings import JUDGED
 from smupar.check.coordinates.report import mean_sizes
 from smupar.check.coordinates.verdict import FAIL, PASS, Slope, decides
 from smupar.output.page.document import Answer, Chart, ChartLine, Document, PageTable, Tone, finite, thinned

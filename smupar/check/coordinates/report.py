@@ -12,7 +12,7 @@ from typing import Any
 
 from smupar.check.audit.findings import Finding
 from smupar.check.coordinates.diagnosis import Diagnosis, diagnose, folded
-from smupar.check.coordinates.measure import AXES, JUDGED, Cell, GridPoint, Reading
+from smupar.check.coordinates.readings import AXES, JUDGED, Cell, GridPoint, Reading
 from smupar.check.coordinates.verdict import (
     DRIFT,
     FAIL,

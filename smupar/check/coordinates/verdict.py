@@ -15,7 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import fmean, linear_regression
 
-from smupar.check.coordinates.measure import AXES, GRAD_X, JUDGED, WIDENING, Reading, Y
+from smupar.check.coordinates.places import WIDENING
+from smupar.check.coordinates.readings import AXES, GRAD_X, JUDGED, Reading, Y
 
 PASS, FAIL, EXCEPTION = "pass", "fail", "known exception"
 UNCLEAR = "more seeds"  # the seeds so far allow neither a pass nor a fail

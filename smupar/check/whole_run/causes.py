@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 
 from smupar.check.coordinates.diagnosis import Diagnosis
-from smupar.check.coordinates.measure import Cell
+from smupar.check.coordinates.readings import Cell
 from smupar.plan.globs import layer_glob
 from smupar.updates.observation import ALIGNMENT, DECAY, LATE, LR, MOVED, Observation
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from smupar.check.coordinates.measure import DY, Reading
+from smupar.check.coordinates.readings import DY, Reading
 from smupar.check.coordinates.verdict import Slope
 from smupar.plan.globs import layer_glob
 

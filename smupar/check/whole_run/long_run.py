@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 from smupar.check.audit.findings import Finding
-from smupar.check.coordinates.depth import SAME_DEPTH, Layers
+from smupar.check.coordinates.depth import SAME_DEPTH, ComparedLayers
 from smupar.check.coordinates.grid_run import GridRun, faults_and_plans
-from smupar.check.coordinates.measure import DY, GRAD_X, Cell, Reading
+from smupar.check.coordinates.readings import DY, GRAD_X, Cell, Reading
 from smupar.check.whole_run.report import RunReport
 from smupar.plan.plan import Plan
 from smupar.plan.roles.parameters import parent_path
@@ -50,7 +50,7 @@ class LongRun(GridRun):
         return RunReport(readings, *faults_and_plans(runs), {run.cell: run.observation for run in runs})
 
 
-def readings_of(observed: Observation, cell: Cell, plan: Plan, layers: Layers = SAME_DEPTH) -> list[Reading]:
+def readings_of(observed: Observation, cell: Cell, plan: Plan, layers: ComparedLayers = SAME_DEPTH) -> list[Reading]:
     """The sizes of an observation, as readings of the coordinate check. ``layers`` says which layers are compared."""
     return [
         Reading(
@@ -65,7 +65,7 @@ def readings_of(observed: Observation, cell: Cell, plan: Plan, layers: Layers = 
     ]  # fmt: skip
 
 
-def _expected(quantity: str, path: str, plan: Plan, layers: Layers) -> float:
+def _expected(quantity: str, path: str, plan: Plan, layers: ComparedLayers) -> float:
     """The factor that the plan alone puts on a size. The layer that ends a branch is observed before its output is divided, so
     the factor of the branch is in the gradients of the other layers inside the branch, but not in its own."""
     if quantity == GRAD_X:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from smupar.check.coordinates.diagnosis import diagnose
-from smupar.check.coordinates.measure import Cell
+from smupar.check.coordinates.readings import Cell
 from smupar.check.coordinates.report import Report
 from smupar.check.coordinates.verdict import FAIL, PASS, slopes
 from smupar.check.whole_run.causes import causes

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from smupar.check.coordinates.check import coord_check
+from smupar.check.coord_check import coord_check
 from smupar.check.coordinates.report import Report
 from smupar.execute.threads import cpu_threads
 from smupar.lm.config.commands import CheckConfig

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from smupar.check.coordinates.measure import GRAD_X, Y
+from smupar.check.coordinates.readings import GRAD_X, Y
 from smupar.check.coordinates.verdict import LAYER_AT_STEP_1, PASS, Slope
 from smupar.lm.config.commands import CheckConfig
 from smupar.lm.use.check import check_gpt

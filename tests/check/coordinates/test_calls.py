@@ -7,9 +7,9 @@ from torch import nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from smupar.check.coordinates.calls import SampledCall, WholeCall
-from smupar.check.coordinates.measure import DY, GRAD_X, Y
+from smupar.check.coordinates.readings import DY, GRAD_X, Y
 from smupar.check.coordinates.verdict import FAIL, PASS
-from tests.check.coordinates.grid import batches_of, check, size_of, slope_of, token_batches, trained_once, twin
+from tests.check.grid import batches_of, check, size_of, slope_of, token_batches, trained_once, twin
 
 
 class Positions(nn.Embedding):

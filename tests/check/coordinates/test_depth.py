@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from smupar.check.coordinates.depth import layers_of
-from smupar.check.coordinates.measure import DY, GRAD_X, GridPoint, Y
+from smupar.check.coordinates.depth import compared_layers
+from smupar.check.coordinates.readings import DY, GRAD_X, GridPoint, Y
 from smupar.check.coordinates.report import Report
-from tests.check.coordinates.grid import reading, token_batches
+from tests.check.grid import reading, token_batches
 from tests.support.loops import loss_of
 from tests.support.models import Residual
 
@@ -110,7 +110,7 @@ def test_sizes_are_divided_by_the_plans_own_factors(rule, alpha):
     model, base = net(64, 8), net(32, 2)
     plan = smupar.parameterize(model, base=base, branches=ENDS, depth=rule)
     batch = token_batches(1, shape=(2, 8))[0]
-    layers = layers_of(model, base, plan, lambda: loss_of(model, batch))
+    layers = compared_layers(model, base, plan, lambda: loss_of(model, batch))
     inside, stream = "blocks.5.up", "blocks.7"
     assert layers.gradient(inside) == layers.output("blocks.5.down") == pytest.approx(4**-alpha)
     assert (layers.output(inside), layers.gradient(stream), layers.output(stream)) == (1, 1, 1)

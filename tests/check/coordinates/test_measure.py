@@ -10,10 +10,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from smupar.check.coordinates.measure import CHANGE, DY, GRAD_W, GRAD_X, SizeRecorder, Y
+from smupar.check.coordinates.measure import SizeRecorder
+from smupar.check.coordinates.readings import CHANGE, DY, GRAD_W, GRAD_X, Y
 from smupar.lm.config.run_config import ModelConfig
 from smupar.lm.model.gpt import GPT
-from tests.check.coordinates.grid import (
+from tests.check.grid import (
     CNN,
     Fork,
     Tied,

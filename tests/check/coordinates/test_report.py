@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 import smupar
-from smupar.check.coordinates.measure import CHANGE, GRAD_W, JUDGED, GridPoint, Reading
+from smupar.check.coordinates.readings import CHANGE, GRAD_W, JUDGED, GridPoint, Reading
 from smupar.check.coordinates.report import Report
 from smupar.check.coordinates.verdict import FAIL, PASS, Slope, decides
 from smupar.output.page import read_page
-from tests.check.coordinates.grid import Fork, batches_of, check, power_law
+from tests.check.grid import Fork, batches_of, check, power_law
 
 TITLES = {"sp": "SP", "mup": "muP", "smupar": "SmuPar"}
 

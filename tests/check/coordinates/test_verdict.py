@@ -6,9 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from smupar.check.coordinates.measure import CHANGE, DY, GRAD_W, GRAD_X, WIDENING, Y
+from smupar.check.coordinates.places import WIDENING
+from smupar.check.coordinates.readings import CHANGE, DY, GRAD_W, GRAD_X, Y
 from smupar.check.coordinates.verdict import DRIFT, EXCEPTION, FAIL, PASS, UNCLEAR, Slope, judge, overall, slopes
-from tests.check.coordinates.grid import MLP, batches_of, check, one_slope, power_law, reading
+from tests.check.grid import MLP, batches_of, check, one_slope, power_law, reading
 
 
 @pytest.mark.parametrize("exponent", [-1.5, -0.31, 0.0, 0.5, 2.0])

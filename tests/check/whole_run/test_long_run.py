@@ -9,9 +9,9 @@ import smupar
 from smupar.check.whole_run.report import RunReport
 from smupar.cli.main import main
 from smupar.lm.config.commands import CheckConfig
-from tests.check.coordinates.grid import Fork, batches_of, token_batches
 from tests.check.coordinates.test_depth import ENDS, net
 from tests.check.coordinates.test_depth import loss_of as depth_loss
+from tests.check.grid import Fork, batches_of, token_batches
 from tests.support.loops import loss_of
 
 

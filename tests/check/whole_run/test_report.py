@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import smupar
-from smupar.check.coordinates.measure import Cell, GridPoint
+from smupar.check.coordinates.readings import Cell, GridPoint
 from smupar.check.whole_run.drift import Drift
 from smupar.check.whole_run.long_run import readings_of
 from smupar.check.whole_run.report import RunReport

@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from smupar.check.coordinates.measure import Cell, SizeRecorder
+from smupar.check.coordinates.measure import SizeRecorder
+from smupar.check.coordinates.readings import Cell
 from smupar.plan.facts import layers
 from smupar.plan.facts.layers import LAYERS, kind_of
 from smupar.plan.roles.table import DOUBTS, ROLE_TABLE

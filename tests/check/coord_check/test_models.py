@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from smupar.check.coordinates.measure import DY, JUDGED, Y
+from smupar.check.coordinates.readings import DY, JUDGED, Y
 from smupar.check.coordinates.verdict import FAIL, PASS, overall
 from smupar.lm.config.run_config import ModelConfig
 from smupar.lm.data.batches import read_batch, split, standard_library
 from smupar.lm.model.gpt import GPT, Attention, set_attention_scale
 from smupar.lm.run.step import next_token_loss
-from tests.check.coordinates.grid import CNN, MLP, batches_of, check, slope_of
+from tests.check.grid import CNN, MLP, batches_of, check, slope_of
 
 
 class Bottleneck(nn.Module):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from smupar.check.coordinates.measure import Reading, Y
+from smupar.check.coordinates.readings import Reading, Y
 from smupar.check.coordinates.verdict import Slope
 from tests.support.loops import loss_of
 from tests.support.models import Conv1D

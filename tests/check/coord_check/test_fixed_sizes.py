@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from smupar.check.coordinates.measure import CHANGE, DY, GRAD_X, NARROWING, WIDENING, Y
+from smupar.check.coordinates.places import NARROWING, WIDENING
+from smupar.check.coordinates.readings import CHANGE, DY, GRAD_X, Y
 from smupar.check.coordinates.verdict import FAIL, PASS
 from tests.architectures.architecture import settle_all
-from tests.check.coordinates.grid import batches_of, check, size_of, slope_of, twin
+from tests.check.grid import batches_of, check, size_of, slope_of, twin
 from tests.support.models import mixture
 
 RANK = 32

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from smupar.check.coordinates.grid import Grid, MakeModel
 from smupar.check.coordinates.grid_run import GridRun, MakeOptimizer, Training
-from smupar.check.coordinates.measure import JUDGED, Cell
+from smupar.check.coordinates.readings import JUDGED, Cell
 from smupar.check.coordinates.report import Report
 from smupar.check.whole_run.long_run import LongRun
 from smupar.output.progress import Display, Status
@@ -26,23 +26,26 @@ def coord_check(
     loss_fn: Callable[[nn.Module, Any], Tensor],
     batches: Iterable[Any],
     *,
+    # the grid
     base_width: int,
     base_depth: int | None = None,
     rules: str | Sequence[str] = ("smupar",),
     widths: int | Sequence[int] = (),
     densities: float | Sequence[float] = (1.0,),
     depths: int | Sequence[int] = (),
+    seeds: int | Sequence[int] = 3,
+    # how each model is made and trained
     optimizer: MakeOptimizer = torch.optim.AdamW,
     lr: float | Mapping[str, float] | None = None,
     weight_decay: float | None = None,
-    steps: int | None = None,
-    seeds: int | Sequence[int] = 3,
-    prepare: Callable[[nn.Module, Plan], None] | None = None,
     scheduler: Callable[[torch.optim.Optimizer], Any] | None = None,
+    prepare: Callable[[nn.Module, Plan], None] | None = None,
     allocation: Callable[[float], Any] | None = None,
-    progress: bool = True,
+    # for how long
+    steps: int | None = None,
     horizon: int | None = None,
     sparsifier: Callable[[nn.Module, Plan, Any], Any] | None = None,
+    progress: bool = True,
     **settings: Unpack[Settings],
 ) -> Report:
     """Trains a few steps at every width, density and depth, and judges whether activations, gradients and updates keep their
@@ -51,16 +54,20 @@ def coord_check(
     make_model    width -> model; models may differ only in their width. With depths: (width, depth) -> model
     loss_fn       (model, batch) -> scalar loss
     batches       at least ``steps`` batches; every run gets the same ones
+
     rules         rules to compare. With another rule beside them, SP and muP are baselines and do not count for ``report.ok``
     widths        default: the base width alone. At least two widths, two densities or two depths are needed
     depths        numbers of residual blocks; base_depth is the smallest of them by default. Blocks are compared at the same
                   relative depth, after the plan's factors for the depth are divided out
+
     optimizer     a class that takes ``param_groups``, or a function (model, plan) -> optimizer or list of optimizers
     lr            2^-6 by default, or one for each rule; like weight_decay, only for a class: a function sets its own
-    prepare       function (model, plan) that sets what smupar cannot set, such as an attention scale that it does not find
     scheduler     optimizer -> scheduler; its step() is called after each step
+    prepare       function (model, plan) that sets what smupar cannot set, such as an attention scale that it does not find
     allocation    density -> what ``parameterize`` takes as density, such as smupar.erk
-    horizon       trains this many steps instead of ``steps`` (by default 10), and reports from which step on updates drift
+
+    steps         10 by default
+    horizon       trains this many steps instead, and reports from which step on updates drift
     sparsifier    with horizon: (model, plan, optimizers) -> sparsifier for the sparse models, such as RigL
     settings      settings of ``parameterize``
     """

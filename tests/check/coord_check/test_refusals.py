@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from smupar.check.coordinates.measure import DY
+from smupar.check.coordinates.readings import DY
 from smupar.check.coordinates.verdict import FAIL
-from tests.check.coordinates.grid import Fork, batches_of, check
+from tests.check.grid import Fork, batches_of, check
 from tests.support.loops import loss_of
 
 
