@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from smupar.dynamic.methods import GMP, IMP, SET, RigL
     from smupar.execute.sparse.convert import StorageReport, dense_state_dict, sparsify_storage
     from smupar.execute.sparse.library import SparseWarning
-    from smupar.execute.stacked import train_stacked
+    from smupar.execute.stack.stack import train_stacked
     from smupar.model.attention_scale import set_attention_scale
     from smupar.model.parameterize import attach, parameterize
     from smupar.optim.groups import param_groups
@@ -47,7 +47,7 @@ _WHERE = {
     "param_groups": "optim.groups",
     "guard": "optim.guard",
     "LRRatioWarning": "optim.guard",
-    "train_stacked": "execute.stacked",
+    "train_stacked": "execute.stack.stack",
     "RigL": "dynamic.methods",
     "SET": "dynamic.methods",
     "GMP": "dynamic.methods",

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from smupar.model.compressed import MaskChange
 from smupar.model.seam import Step, seam_of
-from smupar.model.weights import ModelWeight, Weight, hidden_weights
+from smupar.model.weights import ModelWeight, hidden_weights
 from smupar.plan.facts.optimizers import facts_of, name_of
 from smupar.plan.plan import Plan
 from smupar.refusals import refuse
@@ -45,9 +45,8 @@ class Restart:
             # The model owns the phase, so that it replaces the phase of an earlier sparsifier. Two phases would correct twice.
             seam_of(optimizer).add(self.model, correct=self._correct)
 
-    def note(self, weight: Weight, change: MaskChange) -> None:
+    def note(self, weight: ModelWeight, change: MaskChange) -> None:
         """Records the current step for the weights that are new in a mask."""
-        assert isinstance(weight, ModelWeight), "stacks do not restart the bias correction"
         parameter = weight.parameter
         state: dict[str, Any] = next((o.state[parameter] for o in weight.optimizers if parameter in o.state), {})
         before = self.born.get(weight.name)

@@ -1,5 +1,4 @@
-"""Sparsifiers carry a policy out, on one model (``Sparsifier``) or on a stack (``StackedSparsifier``). The policy decides on
-new masks, ``Weight.set_mask`` moves them, and the sparsifier adjusts learning rates and optimizers.
+"""Moves the masks of one model while it trains.
 
 Users call ``sparsifier.step()`` after every ``optimizer.step()``. It counts these steps, and moves the masks when they are due.
 """
@@ -8,8 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -17,16 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smupar.dynamic.policies import MaskGoal, Policy, Rounds, density_factor, init_factor
+from smupar.dynamic.moves import MaskMover
+from smupar.dynamic.policies import MaskGoal, Rounds, density_factor, init_factor
 from smupar.dynamic.restart import Restart
-from smupar.execute.stacked import Stack
+from smupar.model.compressed import MaskChange
 from smupar.model.parameterize import add_masks, attach, check_parameterized, check_plan, let_masks_move, unwrapped
 from smupar.model.seam import Step, optimizers, seam_of
 from smupar.model.sharding import local, num_ranks
-from smupar.model.weights import ModelWeight, Weight, hidden_weights, weight_of
+from smupar.model.weights import ModelWeight, hidden_weights, weight_of
 from smupar.optim.layer_rates import group_of_weight, layer_rates
 from smupar.plan.facts.layers import has_running_statistics
-from smupar.plan.facts.optimizers import facts_of, family_of
+from smupar.plan.facts.optimizers import facts_of
 from smupar.plan.masks import UNSTRUCTURED
 from smupar.plan.plan import PlanWarning
 from smupar.refusals import refuse
@@ -37,104 +36,7 @@ _MOVABLE = (*UNSTRUCTURED, "given", None)
 _ABSENT, _FINITE, _NOT_FINITE = 0, 1, 2  # a rank's dense gradient of a weight; the largest number over all ranks counts
 
 
-class _AnySparsifier(ABC):
-    """The base class of both sparsifiers. The masks of each model move by its own goal and at its own steps."""
-
-    restart: Restart | None = None
-
-    def __init__(self, goals: Mapping[int, MaskGoal]) -> None:
-        """``goals`` has the goals by the model's number. A model without a goal keeps its masks."""
-        self.goals = goals
-        self.policies: dict[Policy, dict[int, MaskGoal]] = {}  # policy -> the goals of the models that share it
-        for model, goal in goals.items():
-            self.policies.setdefault(goal.policy, {})[model] = goal
-        self.remembered: dict[str, Tensor] = {}  # name of a parameter or buffer -> the values to rewind to
-
-    @abstractmethod
-    def weights(self) -> Mapping[str, Weight]:
-        """The hidden weights whose masks move."""
-
-    @abstractmethod
-    def all_weights(self) -> Mapping[str, Weight]:
-        """All parameters, as weights."""
-
-    @abstractmethod
-    def _correct(self, name: str, model: int, density: Fraction) -> None:
-        """Sets the learning rate of a weight for a density."""
-
-    def needs_gradient(self, done: int) -> bool:
-        return any(policy.needs_gradient and policy.due(done) for policy in self.policies)
-
-    @torch.no_grad()
-    def start_fixed(self) -> None:
-        """Gives models with a fixed correction the learning rates and init of their last density."""
-        for model, goal in self.goals.items():
-            if goal.correction == "fixed":
-                for name, weight in self.weights().items():
-                    self._correct(name, model, goal.last[name])
-                    weight.scale(torch.tensor([init_factor(goal.plan, goal.plan[name], goal.last[name])]), [model])
-
-    @torch.no_grad()
-    def update(self, done: int, weights: Mapping[str, Weight]) -> None:
-        """Moves the masks of these weights in every model that is due after ``done`` steps."""
-        for policy, goals in self.policies.items():
-            if not policy.due(done):
-                continue
-            for name, mask in policy.next_masks(weights, goals, done):
-                change = weights[name].set_mask(mask, list(goals))
-                if self.restart is not None:
-                    self.restart.note(weights[name], change)
-                for row, (model, goal) in enumerate(goals.items()):
-                    if goal.correction == "moment":
-                        self._correct(name, model, Fraction(int(mask[row].sum()), mask.shape[1]))
-            if isinstance(policy, Rounds):
-                self.rewind(list(goals))
-
-    def remember(self) -> None:
-        """Copies the values of this step, for ``rewind``."""
-        self.remembered = {name: weight.snapshot() for name, weight in self.all_weights().items()}
-
-    def rewind(self, models: list[int]) -> None:
-        """Restores the remembered values of these models, and resets their optimizers."""
-        for name, weight in self.all_weights().items():
-            weight.restore(self.remembered[name], models)
-
-
-class StackedSparsifier(_AnySparsifier):
-    """Moves the masks of a stack. Call ``before`` and then ``after`` around each step, with the step's number from 0 on.
-    Together they do what ``Sparsifier.step`` does for one model."""
-
-    def __init__(self, stack: Stack, goals: Mapping[int, MaskGoal]) -> None:
-        super().__init__(goals)
-        self.stack, self.family = stack, family_of(stack.kind)
-        self.start_fixed()
-        if any(isinstance(policy, Rounds) for policy in self.policies):
-            self.remember()
-
-    def weights(self) -> Mapping[str, Weight]:
-        return {name: self.stack.weights[name] for name in self.stack.hidden}
-
-    def all_weights(self) -> Mapping[str, Weight]:
-        return self.stack.weights
-
-    def before(self, step: int, batch: Sequence[Tensor]) -> None:
-        if self.needs_gradient(step + 1):
-            self.stack.keep_gradients(batch)
-
-    def after(self, step: int) -> None:
-        self.update(step + 1, self.weights())
-        self.stack.drop_gradients()
-
-    def rewind(self, models: list[int]) -> None:
-        super().rewind(models)
-        self.stack.tensors.number[models] = 0
-
-    def _correct(self, name: str, model: int, density: Fraction) -> None:
-        plan = self.goals[model].plan
-        self.stack.correct(name, model, density_factor(plan, plan[name], density, self.family))
-
-
-class Sparsifier(_AnySparsifier):
+class Sparsifier(MaskMover[ModelWeight]):
     """Moves the masks of one model towards a goal, and counts steps. Its subclasses (``methods``) make the goals.
 
     A grown weight starts at 0 with optimizer state 0. A dropped weight is 0 and loses its state. With
@@ -157,9 +59,8 @@ class Sparsifier(_AnySparsifier):
         self._stepped, self._num_idle = False, 0
         self._idle_before: set[str] = set()
         self._refuse(goal, steps)
-        if restart_bias_correction:
-            self.restart = Restart(self.model, self.plan, self.optimizers)  # may refuse, but changes nothing
-        # This is the last call that can refuse. It does so before it splits the first group.
+        # The next two lines may refuse, but the first changes nothing, and the second refuses before it splits a group.
+        self.restart = Restart(self.model, self.plan, self.optimizers) if restart_bias_correction else None
         self.rates = layer_rates(self.model, self.plan, self.optimizers) if goal.correction else None
         self._install(goal)
 
@@ -255,6 +156,10 @@ class Sparsifier(_AnySparsifier):
             family = group_of_weight(optimizer).get(name, {}).get("family")
             if family is not None and self.rates is not None:
                 self.rates.corrections[name] = density_factor(self.plan, self.plan[name], density, family)
+
+    def _see_move(self, weight: ModelWeight, change: MaskChange) -> None:
+        if self.restart is not None:
+            self.restart.note(weight, change)
 
     def remember(self) -> None:
         super().remember()

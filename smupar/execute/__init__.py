@@ -1,7 +1,6 @@
 """Ways to run a step faster.
 
-stacked            trains many models of one shape as one
-stacked_step       the parts of such a step
+stack              trains many models of one shape as one
 attention_kernels  attention that can be stacked; cpu_products: products of linear layers on a CPU
 cuda_graphs        a step as one CUDA graph
 sparse             layers that keep only their non-zeros

@@ -2,7 +2,7 @@
 
 ``torch.func`` cannot batch the backward passes of these kernels, and some kernels it cannot batch at all. Here the models of a
 stack become part of the batch. Only the forward pass needs a rule for this, because a stack differentiates the sum of its
-losses (``stacked_step.gradients_of_sum``).
+losses (``stack.loss.gradients_of_sum``).
 """
 
 from __future__ import annotations

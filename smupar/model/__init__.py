@@ -4,7 +4,7 @@ parameterize     ``parameterize``, ``attach``: masks, init, forward factors, hoo
 attention_scale  ``set_attention_scale``
 queries          finds the layer that makes the queries of an attention module, by watching a forward pass
 factors          forward factors: the buffers and hooks that multiply by them
-weights          one interface to weights that are dense and masked, compressed, or stacked (stacked_weight)
+weights          one interface to a weight, however it is kept: dense or compressed here, stacked in ``execute/stack``
 gradients        masked gradients, and dense ones on request
 compressed       a layer that keeps only its non-zeros
 csr              the format of the non-zeros

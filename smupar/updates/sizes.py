@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from smupar.execute.stacked import Stack
+from smupar.execute.stack.stack import Stack
 from smupar.updates.law import EFFECT, FUNCTION, RMS, SPECTRAL, TRUST, Law
 from smupar.updates.probe import Probe, exact, some_rows
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from smupar.execute.stacked import Stack
+from smupar.execute.stack.stack import Stack
 from smupar.plan.facts.optimizers import decouples_decay, family_of
 from smupar.plan.plan import Plan
 from smupar.updates.law import EFFECT, LAW, Law, averages_after, clamped

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from smupar.execute.attention_kernels import fused_alibi, fused_attention
-from smupar.execute.stacked_step import gradients_of_sum
+from smupar.execute.stack.loss import gradients_of_sum
 from smupar.lm.model.gpt import alibi_slopes
 
 MODELS, BATCH, HEADS, SIZE = 3, 2, 6, 16

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from smupar.execute import cpu_products, stacked_step
+from smupar.execute import cpu_products
+from smupar.execute.stack.optimizers import adam_in_place
 from smupar.plan.facts.optimizers import facts_of
 
 
@@ -82,7 +83,7 @@ def test_update_in_one_pass_is_that_of_torch_and_leaves_dead_models_alone(name):
     for step in range(1, 4):
         grad = torch.randn(3, 5, 4).mT  # gradients of products have other strides than weights
         number = torch.full((3,), float(step))
-        stacked_step.adam_in_place(param, grad, state, lr, decay, eps, number, alive, (0.8, 0.9), facts_of(name))
+        adam_in_place(param, grad, state, lr, decay, eps, number, alive, (0.8, 0.9), facts_of(name))
         for k, optimizer in enumerate(optimizers):
             theirs[k].grad = grad[k].clone()
             optimizer.step()

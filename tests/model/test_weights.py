@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 import smupar
-from smupar.execute.stacked import Hyperparameters, Stack
+from smupar.execute.stack.gather import Hyperparameters
+from smupar.execute.stack.stack import Stack
+from smupar.execute.stack.weight import StackedWeight
 from smupar.model.csr import compress_export, compress_state, expand_export, expand_state, row_index
-from smupar.model.stacked_weight import StackedWeight
 from smupar.model.weights import CompressedWeight, DenseWeight, hidden_weights, weight_of
 from tests.support.models import Conv1D
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from smupar.dynamic.policies import DropAndGrow, MaskGoal, MoveSchedule, Pruning, Rounds, pruning_goal
-from smupar.dynamic.sparsifiers import Sparsifier, StackedSparsifier
-from smupar.execute.stacked import Stack
+from smupar.dynamic.sparsifiers import Sparsifier
+from smupar.dynamic.stacked import StackedSparsifier
+from smupar.execute.stack.stack import Stack
 from smupar.lm.config.run_config import RunConfig
 from smupar.lm.model.gpt import GPT, allocated
 from smupar.model.weights import hidden_weights

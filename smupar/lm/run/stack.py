@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from smupar.execute.stacked import SUPPORTED, Hyperparameters, Stack
+from smupar.execute.stack.gather import SUPPORTED, Hyperparameters
+from smupar.execute.stack.stack import Stack
 from smupar.lm.config.run_config import RunConfig
 from smupar.lm.data.batches import Corpus, read_batch
 from smupar.lm.data.shards import Tokens

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from smupar.model.compressed import MaskChange
-
-ONLY = (0,)  # the index of the only model, for a weight that is not stacked
+from smupar.model.weights import ONLY, Weight
 
 
 @dataclass
-class StackedWeight:
+class StackedWeight(Weight):
     """The same weight in every model of a stack. ``values`` and ``state`` are the tensors that a step of the stack updates.
-    ``ModelWeight`` documents the methods."""
+    The protocol ``Weight`` documents the methods."""
 
     name: str
     values: Tensor  # (models, *shape)

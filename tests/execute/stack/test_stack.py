@@ -11,7 +11,8 @@ from torch._dynamo.utils import counters
 
 import smupar
 from smupar.execute.cuda_graphs import compile_static
-from smupar.execute.stacked import Hyperparameters, Stack, train_stacked
+from smupar.execute.stack.gather import Hyperparameters
+from smupar.execute.stack.stack import Stack, train_stacked
 from smupar.lm.data.batches import open_text, read_batch
 from smupar.lm.model.gpt import build
 from smupar.lm.run.optimizers import make_optimizers, set_lr
