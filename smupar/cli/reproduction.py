@@ -59,19 +59,21 @@ def reproduce(
         dry_run: Print the cost (runs, parameters, tokens, FLOPs, time and memory), and run nothing.
     """
     with loading():
-        from smupar.paper import reproduce as paper
+        from smupar.paper import catalogue
+        from smupar.paper.cost import cost_of
+        from smupar.paper.reproduce import make_scale, reproduce
         from smupar.paper.settings import table_4
 
     if settings or list or not figures:
-        text = table_4() if settings else paper.listed()
-        return Reply(table(text), {"lines": text.splitlines()} if settings else {"figures": paper.list_values()})
-    offline = tuple(name for name in paper.FIGURES if name != "tab02" or data_dir is not None)
+        text = table_4() if settings else catalogue.listed()
+        return Reply(table(text), {"lines": text.splitlines()} if settings else {"figures": catalogue.list_values()})
+    offline = tuple(name for name in catalogue.FIGURES if name != "tab02" or data_dir is not None)
     names = offline if figures == ("all",) else figures
-    reads = not dry_run and any(paper.figure(name).runs for name in names)
-    wanted = paper.make_scale(scale, data, reads=reads, weight_decay=weight_decay, clip=clip or None)
+    reads = not dry_run and any(catalogue.figure(name).runs for name in names)
+    wanted = make_scale(scale, data, reads=reads, weight_decay=weight_decay, clip=clip or None)
     engine = EngineConfig(**how)
     if dry_run:
-        costs = [paper.dry_run(name, wanted, engine, out=out) for name in names]
+        costs = [cost_of(name, wanted, engine, out=out) for name in names]
         return Reply(table("\n".join(map(str, costs))), {"figures": [cost.values for cost in costs]})
     if publish is not None:
         from smupar.paper.publish import refuse_other_scale
@@ -79,7 +81,7 @@ def reproduce(
         refuse_other_scale(publish, names, wanted)
         refuse(bool(missing_pictures()), f"--publish shows the picture: {missing_pictures()}")
     note_missing_pictures()
-    carry_out = partial(paper.reproduce, scale=wanted, how=engine, out=out, data_dir=data_dir, published=publish, so_far=so_far)
+    carry_out = partial(reproduce, scale=wanted, how=engine, out=out, data_dir=data_dir, published=publish, so_far=so_far)
     return _carried_out(names, carry_out, wanted, publish)
 
 

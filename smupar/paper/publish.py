@@ -17,9 +17,10 @@ from smupar.lm.config.run_config import RunConfig
 from smupar.lm.run.folder import versions
 from smupar.output.files import write_atomic
 from smupar.output.json_files import SEAL, read_object, read_text, seal_of
+from smupar.paper.catalogue import FIGURES, FINDINGS, figure
 from smupar.paper.figure import Claim, Figure
 from smupar.paper.published import read_published, results
-from smupar.paper.reproduce import FIGURES, FINDINGS, MADE_ON, Reproduced, figure
+from smupar.paper.reproduce import MADE_ON, Reproduced
 from smupar.paper.settings import CLIP, Scale
 from smupar.study.picture import draw_png
 from smupar.study.store import Result

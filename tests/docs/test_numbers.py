@@ -13,7 +13,7 @@ from statistics import fmean
 import pytest
 
 from smupar.paper import publish
-from smupar.paper.reproduce import figure
+from smupar.paper.catalogue import figure
 from smupar.rules import get_rule
 
 ROOT = Path(__file__).parents[2]

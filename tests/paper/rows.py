@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from smupar.lm.run.folder import Summary
-from smupar.paper.reproduce import figure
+from smupar.paper.catalogue import figure
 from smupar.paper.settings import Scale
 from smupar.study.store import Result
 

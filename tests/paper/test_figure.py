@@ -12,11 +12,11 @@ import pytest
 from smupar.check.coordinates.verdict import Slope
 from smupar.lm.config.presets import TABLE_3
 from smupar.paper import publish
+from smupar.paper.catalogue import FIGURES, figure
 from smupar.paper.figure import RULES, USUAL_SPREAD, Claim, all_of, curves, is_stable
 from smupar.paper.figures import fig05 as fig05_module
 from smupar.paper.figures import fig12 as fig12_module
 from smupar.paper.figures import held, tab02, tab03
-from smupar.paper.reproduce import FIGURES, figure
 from smupar.paper.settings import Scale
 from smupar.study.optima import Curve, farthest_move
 from smupar.study.store import Study

@@ -11,9 +11,10 @@ import pytest
 
 from smupar.lm.data.batches import open_text
 from smupar.paper import publish
+from smupar.paper.catalogue import figure
 from smupar.paper.figure import Claim
 from smupar.paper.published import read_published, restore
-from smupar.paper.reproduce import Reproduced, figure, reproduce
+from smupar.paper.reproduce import Reproduced, reproduce
 from smupar.study.config import EngineConfig
 from smupar.study.store import Study
 from tests.paper.rows import CPU, PAPER, RESULTS, fig06, fig11, parabolas

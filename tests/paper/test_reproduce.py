@@ -16,11 +16,13 @@ from smupar.lm.model.gpt import plan_on_meta
 from smupar.lm.use.export import export
 from smupar.output.page import read_page
 from smupar.paper import publish
+from smupar.paper.catalogue import FIGURES, FINDINGS, figure, listed
+from smupar.paper.cost import cost_of
 from smupar.paper.figure import Place, curve
 from smupar.paper.figures import tab02
 from smupar.paper.figures.fig14 import WITH_ABLATIONS
 from smupar.paper.page import GrowingPage
-from smupar.paper.reproduce import FIGURES, FINDINGS, dry_run, figure, listed, make_scale, reproduce
+from smupar.paper.reproduce import make_scale, reproduce
 from smupar.paper.settings import TABLE_4, Scale, iso_width, wpn_width
 from smupar.study.config import EngineConfig
 from smupar.study.engines import execute
@@ -139,7 +141,7 @@ def test_list_names_every_figure_and_finding():
 
 def test_dry_run_at_scale_paper_counts_runs_and_hours():
     def cost(name, scale):
-        return str(dry_run(name, scale, EngineConfig(), out="unused"))
+        return str(cost_of(name, scale, EngineConfig(), out="unused"))
 
     text = cost("fig03", make_scale("paper", None, reads=False))
     assert "runs        23" in text
