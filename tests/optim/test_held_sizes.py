@@ -42,11 +42,11 @@ def size_over_init(plan, name, values, mask):
 def test_hidden_weights_keep_the_rms_of_their_init(text, config):
     stepper, losses = stepped(text, config)
     assert losses[-1] < losses[0]
-    for name, weight in stepper.held_sizes.weights.items():
+    for name, weight in stepper.companions.held_sizes.weights.items():
         assert size_over_init(stepper.plan, name, weight.full(), weight.full_mask()) == pytest.approx(1, abs=1e-5)
     free, _ = stepped(text, replace(config, decay="independent"))
     sizes = [size_over_init(free.plan, name, free.model.get_parameter(name).detach(), weight.full_mask())
-             for name, weight in stepper.held_sizes.weights.items()]  # fmt: skip
+             for name, weight in stepper.companions.held_sizes.weights.items()]  # fmt: skip
     assert min(abs(size - 1) for size in sizes) > 1e-3
 
 

@@ -20,7 +20,7 @@ from smupar.lm.data.batches import Corpus, read_batch
 from smupar.lm.data.shards import Tokens
 from smupar.lm.model.gpt import GPT, AttentionKernel, build, ends_of_branches, use_attention
 from smupar.lm.run import checkpoint
-from smupar.lm.run.after_step import make_stacked_held_sizes, make_stacked_sparsifier, read_trace
+from smupar.lm.run.companions import StackCompanions
 from smupar.lm.run.distributed import World
 from smupar.lm.run.folder import Summary, write_corpus_info
 from smupar.lm.run.schedule import lr_share
@@ -28,12 +28,10 @@ from smupar.lm.run.step import next_token_loss
 from smupar.model.factors import add_missing_branch_factors
 from smupar.output.files import write_atomic
 from smupar.plan.plan import Plan, PlanWarning
-from smupar.updates.law import parse_law
-from smupar.updates.stacked import StackedUpdates
 from smupar.updates.trace import Trace
 
 # Fields in which the runs of a stack may differ. ``build`` (model, plan, masks), ``hyperparameters``, ``lr_share``, ``_batch``
-# and ``lm/run/after_step`` read these from each run's own configuration. All other fields are in ``stack_key``.
+# and ``lm/run/companions`` read these from each run's own configuration. All other fields are in ``stack_key``.
 STACKABLE_FIELDS: tuple[str, ...] = (
     *(
         "rule",
@@ -103,24 +101,14 @@ class GPTStack:
             dtype=torch.bfloat16 if first.dtype == "bf16" else None,
             own_batches=self.own_batches,
         )
-        self._set_plans(plans)
+        self.companions = StackCompanions(self.stack, plans, configs)
 
     def refill(self, configs: Sequence[RunConfig], built: Sequence[tuple[GPT, Plan]] | None = None) -> None:
         """``built`` is what ``build_all`` returns for these runs, if it has been called already."""
         models, plans = self._take(configs, built)
         assert self.own_batches or len(self.seeds) == 1, "runs of a stack with shared batches must have one seed"
         self.stack.refill(models, plans, [hyperparameters(config) for config in configs])
-        self._set_plans(plans)
-
-    def _set_plans(self, plans: list[Plan]) -> None:
-        """Keeps the plans, and makes what they need beside a step: measured updates, held sizes, and masks that move."""
-        self.plans = plans
-        first, traces = self.configs[0], [read_trace(config) for config in self.configs]
-        measured = first.record or any(trace is not None for trace in traces)
-        self.law = parse_law(first.law)
-        self.updates = StackedUpdates(self.stack, plans, traces, first.steps, first.round_steps, self.law) if measured else None
-        self.held_sizes = make_stacked_held_sizes(self.stack, plans, self.configs)
-        self.sparsifier = make_stacked_sparsifier(self.stack, plans, self.configs)
+        self.companions = StackCompanions(self.stack, plans, configs)
 
     @property
     def num_steps(self) -> int:
@@ -129,15 +117,10 @@ class GPTStack:
 
     @property
     def sparsities(self) -> list[float]:
-        """The current share of zeros among each run's hidden weights."""
-        if self.sparsifier is None:
-            return [plan.hidden_sparsity for plan in self.plans]
-        masks = [self.stack.tensors.masks[name].flatten(1) for name in self.stack.hidden]
-        num_kept, total = sum(mask.sum(1) for mask in masks), sum(mask.shape[1] for mask in masks)
-        return (1 - torch.as_tensor(num_kept).double() / total).tolist()
+        return self.companions.sparsities
 
     def traces(self) -> list[Trace | None]:
-        return [None] * len(self.configs) if self.updates is None else list(self.updates.traces())
+        return self.companions.traces()
 
     def _take(
         self, configs: Sequence[RunConfig], built: Sequence[tuple[GPT, Plan]] | None = None
@@ -151,9 +134,8 @@ class GPTStack:
         return [model.to(self.device) for model, _ in built], [plan for _, plan in built]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """A copy, in the host's memory, of what training has changed. Sparsifiers have no other state: the configurations
-        determine when masks move and which weights a round rewinds to."""
-        parts = {"stack": self.stack.state_dict()} | ({} if self.updates is None else {"updates": self.updates.state_dict()})
+        """A copy, in the host's memory, of what training has changed."""
+        parts = {"stack": self.stack.state_dict(), **self.companions.state_dict()}
         return {
             f"{part}.{name}": tensor.detach().to("cpu", copy=True)
             for part, own in parts.items()
@@ -167,8 +149,7 @@ class GPTStack:
             return {key.removeprefix(f"{name}."): tensor for key, tensor in state.items() if key.startswith(f"{name}.")}
 
         self.stack.load_state_dict(part("stack"), num_steps=num_steps)
-        if self.updates is not None:
-            self.updates.load_state_dict(part("updates"))
+        self.companions.load_state_dict({"updates": part("updates")})
 
     def save(self, folder: Path, summaries: Mapping[int, Summary]) -> None:
         """Writes the runs into folders named by their ids, for ``load_run``. ``summaries`` has the summaries by the runs'
@@ -190,17 +171,10 @@ class GPTStack:
 
     def step(self, step: int) -> Tensor:
         batch, shares = self._batch(self.corpus.train, step), [lr_share(step, config) for config in self.configs]
-        if self.updates is not None:
-            self.updates.before(step, self._batch(self.corpus.valid, step) if self.law.held_out else batch)
-        if self.sparsifier is not None:
-            self.sparsifier.before(step, batch)
+        measured = self._batch(self.corpus.valid, step) if self.companions.measures_held_out else batch
+        self.companions.before(step, batch, measured)
         losses = self.stack.step(batch, shares)
-        if self.updates is not None:
-            self.updates.after(step, shares)
-        if self.sparsifier is not None:
-            self.sparsifier.after(step)
-        if self.held_sizes is not None:
-            self.held_sizes.step()
+        self.companions.after(step, shares)
         return losses
 
     def validate(self, *, until: Callable[[], bool] = lambda: False) -> list[float] | None:

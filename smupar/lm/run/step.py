@@ -21,14 +21,12 @@ from smupar.lm.data.batches import Corpus, read_batch
 from smupar.lm.data.shards import Tokens
 from smupar.lm.model.cost import fitting_micro_batch
 from smupar.lm.model.gpt import use_flex_attention
-from smupar.lm.run.after_step import make_held_sizes, make_sparsifier, read_trace
+from smupar.lm.run.companions import Companions
 from smupar.lm.run.distributed import World, accumulate, build_on_device, reshard, wrap
 from smupar.lm.run.optimizers import make_optimizers, set_lr
 from smupar.lm.run.schedule import lr_share
 from smupar.plan.facts.optimizers import facts_of
 from smupar.refusals import refuse
-from smupar.updates.meter import Follower, Recorder, follow_updates, record_updates
-from smupar.updates.observer import observe
 from smupar.updates.trace import Trace
 
 
@@ -45,37 +43,28 @@ class Stepper:
     def __init__(self, config: RunConfig, how: Execution, world: World, corpus: Corpus, trace: Trace | None = None) -> None:
         """``trace`` is the trace to follow; by default it is read from the file ``config.follow``.
 
-        The order matters. Weights get their storage first, then optimizers are built. The audit comes before measured updates
-        and pruning, because these give each hidden weight its own group. They also add hooks and buffers, so DDP wraps the
-        model afterwards. Then the model is compiled, and the whole step is captured.
+        The order matters. Weights get their storage first, then optimizers are built. The audit comes before the companions,
+        because these give each hidden weight its own group. They also add hooks and buffers, so DDP wraps the model
+        afterwards. Then the model is compiled, and the whole step is captured.
         """
         self.config, self.configs, self.world, self.corpus = config, [config], world, corpus
         self.upload = Uploader(world.device)
         self.rows = world.share_of(config.batch_size)
         self.num_micro = _num_micro_batches(self.rows[1] - self.rows[0], how.micro_batch or _fitting(config, world))
+        self.compiled = world.device.type == "cuda" if how.compile is None else how.compile
         self.model, self.plan = build_on_device(config, world)
-        self.num_parameters = sum(math.prod(row.shape) for row in self.plan)
         self.storage = self._keep_nonzeros(how)
-        on_gpu = world.device.type == "cuda"
-        self.compiled = compiled = on_gpu if how.compile is None else how.compile
-        moving = config.dynamic != "none" or config.follow or config.record or how.observe
-        one_graph = on_gpu and world.size == 1 and self.num_micro == 1 and facts_of(config.optimizer).capturable and not moving
-        refuse(
-            how.graph and not one_graph,
-            "--graph needs one GPU, one micro-batch per step, Adam or AdamW, fixed masks, and no measurements: leave out "
-            "--graph",
-        )
+        self._refuse_graph(how)
         self.optimizers = make_optimizers(self.model, self.plan, config, capturable=how.graph)
         audit(self.model, self.plan, self.optimizers)
-        self.updates = self._measured_updates(trace or read_trace(config))
-        self.observer = observe(self.model, self.plan, self.optimizers, steps=config.steps) if how.observe else None
-        self.held_sizes = make_held_sizes(self.model, self.plan, config)
-        self.sparsifier = make_sparsifier(self.model, self.plan, self.optimizers, config)
+        self.companions = Companions(self.model, self.plan, self.optimizers, config, trace=trace, observes=how.observe)
         self.forward = wrap(self.model, world)
-        self.loss_fn = next_token_loss
-        if compiled:
-            self._compile(flex=on_gpu and config.model.positions == "alibi")
+        self.loss_fn = self._compile() if self.compiled else next_token_loss
         self._call: Callable[..., Tensor] = GraphedCall(self._passes) if how.graph else self._passes
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(math.prod(row.shape) for row in self.plan)
 
     def _keep_nonzeros(self, how: Execution) -> StorageReport | None:
         if how.storage == "dense":
@@ -94,58 +83,47 @@ class Stepper:
                 captured=how.graph,
             )
 
-    def _measured_updates(self, trace: Trace | None) -> Recorder | Follower | None:
+    def _refuse_graph(self, how: Execution) -> None:
+        config, on_one_gpu = self.config, self.world.device.type == "cuda" and self.world.size == 1
+        is_fixed = not (config.dynamic != "none" or config.follow or config.record or how.observe)
+        can_be_captured = on_one_gpu and self.num_micro == 1 and facts_of(config.optimizer).capturable and is_fixed
         refuse(
-            self.config.law,
-            f"law {self.config.law!r} is for sweeps and `smupar reproduce controls`, which stack runs: leave it out",
+            how.graph and not can_be_captured,
+            "--graph needs one GPU, one micro-batch per step, Adam or AdamW, fixed masks, and no measurements: leave out "
+            "--graph",
         )
-        period = self.config.round_steps if self.config.mask_method.in_rounds else None
-        on = (self.model, self.plan, self.optimizers)
-        if trace is not None:
-            return follow_updates(*on, trace=trace, steps=self.config.steps, period=period)
-        return record_updates(*on, period=period) if self.config.record else None
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of sparsifier, measured updates and observer, as plain values for JSON. Masks are in the model. The
-        weights that IMP rewinds to are not saved, since a new model starts with them."""
-        parts = {"updates": self.updates, "sparsifier": self.sparsifier, "observer": self.observer}
-        return {
-            name: {key: value for key, value in part.state_dict().items() if key != "weights"}
-            for name, part in parts.items()
-            if part is not None
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        for name, part in (("updates", self.updates), ("sparsifier", self.sparsifier)):
-            if part is not None:
-                part.load_state_dict(state[name])
-        if self.observer is not None and "observer" in state:  # otherwise observing begins now
-            self.observer.load_state_dict(state["observer"])
-
-    @property
-    def sparsities(self) -> list[float]:
-        """The current share of zeros among all hidden weights."""
-        moved = {} if self.sparsifier is None else self.sparsifier.densities
-        return [self.plan.hidden_sparsity_with(moved)]
-
-    def traces(self) -> list[Trace | None]:
-        return [None if self.updates is None else self.updates.trace]
+    def _compile(self) -> Callable[..., Tensor]:
+        """Compiles the model, and returns the function for the loss."""
+        if self.world.device.type == "cuda" and self.config.model.positions == "alibi":
+            use_flex_attention(self.model, self.config.seq_len)
+        if not self.world.sharded:
+            return compile_static(next_token_loss)
+        guard_compiler_cache()
+        for block in self.model.blocks:  # one at a time, so that FSDP2 can gather and free its weights around it
+            block.compile(dynamic=False)
+        return next_token_loss
 
     def _uncompiled_if_observed(self) -> contextlib.AbstractContextManager[object]:
         """If the step is observed, a context that runs it uncompiled, since compiled code skips hooks on gradients. Otherwise
         an empty context."""
-        looks = self.observer is not None and self.observer.is_due
-        return torch.compiler.set_stance("force_eager") if looks and self.compiled else contextlib.nullcontext()
+        observer = self.companions.observer
+        is_observed = observer is not None and observer.is_due
+        return torch.compiler.set_stance("force_eager") if is_observed and self.compiled else contextlib.nullcontext()
 
-    def _compile(self, *, flex: bool) -> None:
-        if flex:
-            use_flex_attention(self.model, self.config.seq_len)
-        if self.world.sharded:  # one block at a time, so that FSDP2 can gather and free its weights around it
-            guard_compiler_cache()
-            for block in self.model.blocks:
-                block.compile(dynamic=False)
-        else:
-            self.loss_fn = compile_static(next_token_loss)
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside model and optimizers, as plain values for JSON."""
+        return self.companions.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.companions.load_state_dict(state)
+
+    @property
+    def sparsities(self) -> list[float]:
+        return [self.companions.sparsity]
+
+    def traces(self) -> list[Trace | None]:
+        return [self.companions.trace]
 
     def step(self, step: int) -> Tensor:
         set_lr(self.optimizers, lr_share(step, self.config))
@@ -153,8 +131,7 @@ class Stepper:
             return self._call(*self._batch(self.corpus.train, self.config.seed, step)).clone()
 
     def _passes(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        """Does the whole step: all micro-batches, the optimizers, the sparsifier, and, with decay "held", scaling hidden
-        weights back to their initial size."""
+        """Does the whole step: all micro-batches, the optimizers, and what follows them."""
         total = torch.zeros((), device=self.world.device)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
@@ -168,10 +145,7 @@ class Stepper:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         for optimizer in self.optimizers:
             optimizer.step()
-        if self.sparsifier is not None:
-            self.sparsifier.step()
-        if self.held_sizes is not None:
-            self.held_sizes.step()
+        self.companions.after_step()
         return total
 
     @torch.no_grad()

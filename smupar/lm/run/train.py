@@ -98,7 +98,7 @@ def _train(
     if summary.status == "diverged":
         _doubt_checkpoint(path / "checkpoints", first, world)
     if folder and summary.status in ("finished", "diverged"):
-        [trace], observer = stepper.traces(), stepper.observer
+        [trace], observer = stepper.traces(), stepper.companions.observer
         summary.write(path, trace, None if observer is None else observer.observation)
     world.wait()
     return summary
@@ -119,8 +119,8 @@ def _resumed(stepper: Stepper, path: Path, folder: RunFolder | None) -> Progress
         with checkpoint.named(last):
             stepper.load_state_dict(state.pop("moving", {}))
             progress = as_record(Progress, state, source=f"{last / checkpoint.STATE}", remedy="restore it")
-        if stepper.observer is not None:
-            stepper.observer.step = progress.step
+        if stepper.companions.observer is not None:
+            stepper.companions.observer.step = progress.step
     if folder:
         # If losses are pending for a row, the checkpoint's own step has no row yet.
         logged = progress.step - bool(progress.since_row)

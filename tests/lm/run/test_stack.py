@@ -48,7 +48,7 @@ def traces(library, tmp_path_factory):
         stepper = stepper_of(config, library)
         losses_one_by_one(stepper)
         path = folder / f"{config.id}.json"
-        stepper.updates.trace.save(path)
+        stepper.companions.updates.trace.save(path)
         return str(path)
 
     return file
@@ -68,12 +68,12 @@ def assert_stack_is_one_by_one(bag, library, *, tolerance, steps=40, trace_toler
             different += int((ours ^ (torch.ones_like(ours) if mask is None else mask)).sum())
             num += ours.numel()
         assert different < mask_tolerance * num, config  # weights that are equal but for a rounding may change places
-        if alone.updates is not None:
+        if alone.companions.updates is not None:
             trace = stack.traces()[index]
-            assert trace.at == alone.updates.trace.at
-            assert trace.optimizer == alone.updates.trace.optimizer
-            assert trace.shapes == alone.updates.trace.shapes
-            for name, effects in alone.updates.trace.effects.items():
+            assert trace.at == alone.companions.updates.trace.at
+            assert trace.optimizer == alone.companions.updates.trace.optimizer
+            assert trace.shapes == alone.companions.updates.trace.shapes
+            for name, effects in alone.companions.updates.trace.effects.items():
                 assert trace.effects[name] == pytest.approx(effects, rel=trace_tolerance or tolerance)
     return stack, losses
 
@@ -150,7 +150,7 @@ def test_run_that_diverges_in_a_stack_says_so_in_its_trace_and_hurts_nobody(libr
     assert not calm_trace.diverged
     alone = stepper_of(calm, library)
     losses_one_by_one(alone)
-    for name, effects in alone.updates.trace.effects.items():
+    for name, effects in alone.companions.updates.trace.effects.items():
         assert calm_trace.effects[name] == pytest.approx(effects, rel=1e-3)
 
 
@@ -243,7 +243,7 @@ def test_stack_reads_a_field_that_may_differ_from_each_run(name, library, tmp_pa
         proxy = stepper_of(replace(first, model=replace(first.model, width=32), sparsity=0.0, record=True), library)
         for step in range(6):
             proxy.step(step)
-        proxy.updates.trace.save(tmp_path / "trace.json")
+        proxy.companions.updates.trace.save(tmp_path / "trace.json")
         value = str(tmp_path / "trace.json")
     pair = [first, replace(first, **{name: value})]
     assert stack_key(pair[0]) == stack_key(pair[1])

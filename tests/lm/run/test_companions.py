@@ -251,7 +251,7 @@ def test_following_does_not_disturb_the_learning_rates_that_the_trainer_sets(con
         for group in groups:
             assert group["lr"] == pytest.approx(config.lr * group["lr_factor"] * share, rel=1e-12)
             assert group["peak_lr"] == pytest.approx(config.lr * group["lr_factor"], rel=1e-12)
-    assert stepper.updates.rates.measured
+    assert stepper.companions.updates.rates.measured
 
 
 @pytest.mark.parametrize("kind", ["gmp", "gmp fixed", "gmp, follow", "imp, follow", "rigl", "set"])
@@ -331,7 +331,7 @@ def test_id_of_a_run_does_not_depend_on_the_folder_of_its_trace(config):
 def test_dense_model_has_nothing_that_moves(config, dynamic):
     dense = replace(config, sparsity=0.0, dynamic=dynamic)
     stepper = stepper_of(dense, open_text(config))
-    assert stepper.sparsifier is None
+    assert stepper.companions.sparsifier is None
     assert stepper.sparsities == [0]
 
 
@@ -344,7 +344,7 @@ def test_micro_batches_measure_the_last_of_them(config, proxy):
         stepper = Stepper(replace(config, record=True), how, World(0, 1, CPU, "ddp"), opened)
         for step in range(3):
             stepper.step(step)
-        effects.append(stepper.updates.trace.effects)
+        effects.append(stepper.companions.updates.trace.effects)
     for name in effects[0]:
         assert effects[0][name] != effects[1][name]
         assert effects[0][name] == pytest.approx(effects[1][name], rel=0.25)
