@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from itertools import islice, product
+from itertools import islice
 from typing import Any, SupportsIndex, Unpack
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from smupar.check.coordinates.grid import Grid, MakeModel
 from smupar.check.coordinates.grid_run import GridRun, MakeOptimizer, Training
-from smupar.check.coordinates.readings import JUDGED, Cell
+from smupar.check.coordinates.readings import JUDGED, Reading
 from smupar.check.coordinates.report import Report
 from smupar.check.whole_run.long_run import LongRun
 from smupar.output.progress import Display, Status
@@ -78,16 +78,8 @@ def coord_check(
     seed_list, batch_list = _seeds_and_batches(seeds, steps, batches)
     with torch.random.fork_rng():
         grid = Grid(make_model, int(base_width), widths, densities, depths, base_depth)
-    axes = product(rule_list, grid.widths, grid.densities, grid.depths, seed_list)
-    cells = [Cell(rule, width, density, seed, depth=depth) for rule, width, density, depth, seed in axes]
-    runs = [run_class(cell, grid, training) for cell in cells]
-    _carry_out(runs, batch_list, shows=progress)
-    readings = [reading for run in runs for reading in run.readings]
-    refuse(
-        not any(reading.quantity in JUDGED for reading in readings),
-        "nothing could be measured: none of the model's layers is called as a module and returns a tensor",
-    )
-    return run_class.report(runs, readings)
+    runs = [run_class(cell, grid, training) for cell in grid.cells(rule_list, seed_list)]
+    return run_class.report(runs, _carried_out(runs, batch_list, shows=progress))
 
 
 def _length(steps: int | None, horizon: int | None, training: Training) -> tuple[type[GridRun], int]:
@@ -112,8 +104,8 @@ def _seeds_and_batches(seeds: int | Sequence[int], steps: int, batches: Iterable
     return seed_list, batch_list
 
 
-def _carry_out(runs: Sequence[GridRun], batches: list[Any], *, shows: bool) -> None:
-    """Trains all models of the grid, and shows progress."""
+def _carried_out(runs: Sequence[GridRun], batches: list[Any], *, shows: bool) -> list[Reading]:
+    """Trains all models of the grid, and shows progress. Returns the sizes that were read."""
     done = 0
 
     def status() -> Status:
@@ -123,3 +115,9 @@ def _carry_out(runs: Sequence[GridRun], batches: list[Any], *, shows: bool) -> N
         for run in runs:
             run.carry_out(batches)
             done += 1
+    readings = [reading for run in runs for reading in run.readings]
+    refuse(
+        not any(reading.quantity in JUDGED for reading in readings),
+        "nothing could be measured: none of the model's layers is called as a module and returns a tensor",
+    )
+    return readings

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import product
 from typing import Any
 
 import torch
 from torch import nn
 
+from smupar.check.coordinates.readings import Cell
 from smupar.plan.depth.correspondence import correspond
 from smupar.refusals import refuse
 
@@ -55,6 +57,11 @@ class Grid:
         self.delta = self._on_meta(other)
         self.growth = _growth(self.base, self.delta)
         self._refuse_equal_shapes((*widths, other))
+
+    def cells(self, rules: Sequence[str], seeds: Sequence[int]) -> list[Cell]:
+        """The runs of the grid."""
+        axes = product(rules, self.widths, self.densities, self.depths, seeds)
+        return [Cell(rule, width, density, seed, depth=depth) for rule, width, density, depth, seed in axes]
 
     def make(self, width: int, depth: int | None) -> nn.Module:
         return self.make_model(width) if depth is None else self.make_model(width, depth)

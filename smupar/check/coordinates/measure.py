@@ -26,7 +26,7 @@ from smupar.plan.roles.parameters import parent_path
 ROUNDING = 1e-8  # a gradient that is smaller than the largest of all layers by this factor consists of rounding errors
 
 
-class _Size(NamedTuple):
+class SeenSize(NamedTuple):
     step: int
     place: str
     quantity: str
@@ -42,7 +42,7 @@ class SizeRecorder:
         self.model, self.plan, self.depth = model, plan, depth
         self.places = Places(model, plan, growth or {}, depth)
         self.expected = ExpectedGradients(plan, self.places, depth)
-        self.sizes: list[_Size] = []
+        self.sizes: list[SeenSize] = []
         self.step = 0
         self._calls: dict[str, SampledCall | WholeCall] = {}
         self._first_outputs: dict[str, Tensor] = {}
@@ -119,7 +119,7 @@ class SizeRecorder:
             return
         values = values.float()
         root_mean_square, mean_abs = values.square().mean().sqrt(), values.abs().mean()
-        self.sizes.append(_Size(self.step, path, quantity, root_mean_square, mean_abs, values.numel()))
+        self.sizes.append(SeenSize(self.step, path, quantity, root_mean_square, mean_abs, values.numel()))
 
     # A step, in three parts
 
@@ -210,7 +210,7 @@ class SizeRecorder:
     def readings(self, cell: Cell) -> list[Reading]:
         return [self._reading(cell, size) for size in self.sizes]
 
-    def _reading(self, cell: Cell, size: _Size) -> Reading:
+    def _reading(self, cell: Cell, size: SeenSize) -> Reading:
         kind, role = self.places.kind_and_role(size.place)
         return Reading(
             **vars(cell),
