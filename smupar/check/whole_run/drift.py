@@ -7,7 +7,7 @@ that no single step decides.
 Late in a run the updates of a neuron's weights agree less and less. What they contribute to the output then adds up like the
 square root of their number, and no longer like the number. So the updates of neurons that keep fewer weights have a larger
 effect. A slope over density as low as -1/2 is therefore not wrong. The limits separate runs with known outcomes
-(docs/coordinate_check.md). Slopes leave the limits in runs without weight decay, and stay inside in runs with weight decay.
+(docs/whole-run-check.md). Slopes leave the limits in runs without weight decay, and stay inside in runs with weight decay.
 """
 
 from __future__ import annotations
