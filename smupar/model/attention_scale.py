@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smupar.model.queries import Queries, acts, find_queries
+from smupar.model.queries import Queries, acts, field_set, find_queries
+from smupar.plan.facts.layers import channel_dim
 from smupar.plan.notes import Note
 from smupar.plan.plan import Plan, PlanWarning
 from smupar.plan.reminders import is_scaled
@@ -54,11 +55,11 @@ def set_scales(model: nn.Module, plan: Plan, runs: Sequence[Run]) -> None:
     left: list[FoundAttention] = []
     changes: list[AttentionChange] = []
     for alike in _kinds(fresh).values():
-        change_for = _way_to_scale(model, alike[0], plan, runs)
+        changes_for = _way_to_scale(model, alike[0], plan, runs)
         for attention in alike:
-            change = None if change_for is None else change_for(attention)
-            left += [attention] if change is None else []
-            changes += [] if change is None or change.path in {made.path for made in changes} else [change]
+            found = [] if changes_for is None else changes_for(attention)
+            left += [] if found else [attention]
+            changes += [change for change in found if change.path not in {made.path for made in changes}]
     replaced = [old for old in fresh if old not in left and old.field and not _is_usual(old, plan)]
     if replaced:
         fields = ", ".join(sorted({f"{type(old.module).__name__}.{old.field} = {old.value:g}" for old in replaced}))
@@ -99,17 +100,26 @@ def _kinds(attentions: Sequence[FoundAttention]) -> dict[tuple[object, ...], lis
 
 def _way_to_scale(
     model: nn.Module, attention: FoundAttention, plan: Plan, runs: Sequence[Run]
-) -> Callable[[FoundAttention], AttentionChange | None] | None:
-    """A function from an attention module of this structure to the change that sets its scale; None if there is no way."""
-    size = attention.head_dim
+) -> Callable[[FoundAttention], list[AttentionChange]] | None:
+    """A function from an attention module of this structure to the changes that set its scale; None if there is no way."""
     if isinstance(attention.module, nn.MultiheadAttention):
         factor = plan.attention_scale(attention.module.head_dim) * math.sqrt(attention.module.head_dim)
-        return lambda alike: AttentionChange(alike.path, "", factor)
-    if attention.field and size is not None and acts(model, attention, runs) is not False:
-        scale = plan.attention_scale(size)
-        return lambda alike: AttentionChange(alike.holder, alike.field, alike.stored(_for_layer(alike, scale)))
+        return lambda alike: [AttentionChange(alike.path, "", factor)]
+    if attention.field and attention.head_dim is not None and acts(model, attention, runs) is not False:
+        scale = plan.attention_scale(attention.head_dim)
+        if _gives(model, attention, scale, runs):
+            return lambda alike: [AttentionChange(alike.holder, alike.field, alike.stored(_for_layer(alike, scale)))]
     queries = find_queries(model, attention, runs)
-    return None if queries is None or math.isnan(queries.scale) else lambda alike: _factor_on_queries(alike, queries, plan)
+    return None if queries is None else lambda alike: _factors_on_queries(alike, queries, plan)
+
+
+def _gives(model: nn.Module, attention: FoundAttention, scale: float, runs: Sequence[Run]) -> bool:
+    """Whether the model multiplies q.k by this scale if the field says so. Other numbers may multiply q.k as well, or heads may
+    have another size than attributes show. What cannot be watched is taken on trust."""
+    scale = _for_layer(attention, scale)
+    with field_set(model, attention, attention.stored(scale)):
+        found = find_queries(model, attention, runs)
+    return found is None or (found.head_dim == attention.head_dim and math.isclose(found.scale, scale, rel_tol=2e-2))
 
 
 def _for_layer(attention: FoundAttention, scale: float) -> float:
@@ -118,9 +128,9 @@ def _for_layer(attention: FoundAttention, scale: float) -> float:
     return scale / (module.layer_idx + 1) if getattr(module, "scale_attn_by_inverse_layer_idx", False) else scale
 
 
-def _factor_on_queries(attention: FoundAttention, queries: Queries, plan: Plan) -> AttentionChange:
-    path = f"{attention.path}.{queries.layer}".lstrip(".")
-    return AttentionChange(path, "", plan.attention_scale(queries.head_dim) / queries.scale, queries.rows)
+def _factors_on_queries(attention: FoundAttention, queries: Queries, plan: Plan) -> list[AttentionChange]:
+    factor = plan.attention_scale(queries.head_dim) / queries.scale
+    return [AttentionChange(f"{attention.path}.{layer}".lstrip("."), "", factor, rows) for layer, rows in queries.layers]
 
 
 def _is_usual(attention: FoundAttention, plan: Plan) -> bool:
@@ -167,7 +177,8 @@ def _num_outputs(module: nn.Module) -> int:
 
 
 def _scale_output(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    return output * getattr(module, QUERY_FACTOR).to(output.dtype)
+    factor, channels = getattr(module, QUERY_FACTOR).to(output.dtype), channel_dim(module)
+    return output * factor if not factor.ndim else (output.transpose(channels, -1) * factor).transpose(channels, -1)
 
 
 def _scale_query_input(

@@ -1,14 +1,17 @@
-"""Watches an attention module while it runs. This shows whether its scale field has an effect, and which outputs of which layer
-are its queries.
+"""Watches an attention module while it runs. This shows whether its scale field has an effect, which outputs of which layers
+are its queries, and by which number it multiplies q.k.
 
 A forward pass is watched from the start of the module to its first softmax. ``scaled_dot_product_attention`` counts as a
-softmax.
+softmax. To find the queries, the outputs of the module's layers are replaced by noise, and become leaves of the autograd graph,
+as do the module's inputs. Derivatives of the logits then tell what a leaf is: a query has an effect on logits with different
+keys. The mixed derivative of s * q.k by a query's and a key's entries is s times a rotation, or s times the identity. So its
+rows have the length s, in whatever notation and at whatever place the model multiplies by s.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,222 +19,309 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 from torch.overrides import TorchFunctionMode
 
+from smupar.plan.facts.layers import channel_dim
 from smupar.plan.scales.find_attention import FoundAttention
 from smupar.plan.scales.multipliers import set_multiplier
 
 _SOFTMAXES = (F.softmax, torch.softmax, Tensor.softmax)
-_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm)
+_MASKED = 1e4  # attention masks add large negative numbers
+_ROUNDING = 1e-5  # derivatives that cancel leave rounding errors of this size, relative to the largest
+_NUM_ROWS = 8  # rows of the mixed derivative that are compared
 Run = Callable[[], Any]
+Ranges = tuple[tuple[int, int], ...]
+Leaf = tuple[str, int]  # path of a layer inside the attention, and the number of its call; "" for the module's inputs
+Elements = dict[Leaf, Tensor]  # marks entries of leaves
 
 
 @dataclass(frozen=True)
 class Queries:
     """Where an attention's queries come from."""
 
-    layer: str  # path of the layer inside the attention
-    rows: tuple[tuple[int, int], ...]  # ranges of its outputs; empty if all are queries
+    layers: tuple[tuple[str, Ranges], ...]  # paths inside the attention, and ranges of outputs; no ranges if all are queries
     head_dim: int
-    scale: float  # the number by which the model multiplies q.k; NaN if unknown
+    scale: float  # the number by which the model multiplies q.k
 
 
 @dataclass
 class _Seen:
-    """What was seen in one attention module. ``signal`` holds the logits before the softmax, or queries times scale if torch
-    computes logits and softmax in one operation."""
+    """What was seen in one attention module."""
 
-    signal: Tensor | None = None
-    is_fused: bool = False
-    head_dim: int = 0
-    scale: float = math.nan  # known only for fused attention
-    product: Tensor | None = None  # q.k before scaling
-    called: list[str] = field(default_factory=list)  # layers that ran before the softmax
+    logits: Tensor | None = None  # before the softmax, with the keys in the last dimension
+    leaves: dict[Leaf, Tensor] = field(default_factory=dict)
+    outputs: list[Tensor] = field(default_factory=list)  # what the module returns, without what comes through the logits
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How the outputs of layers are replaced: noise from a seed, times the factors of some layers' outputs."""
+
+    seed: int = 0
+    factors: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class _Watch(TorchFunctionMode):
-    """Records the first softmax that runs while ``inside`` is set."""
+    """Keeps the logits of the first softmax that runs while ``inside`` is set. With a ``cut``, outputs become leaves."""
 
-    def __init__(self) -> None:
+    def __init__(self, cut: _Cut | None = None) -> None:
         super().__init__()
+        self.cut = cut
         self.inside, self.seen = False, _Seen()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self.inside or self.seen.signal is not None:
+        is_fused = func is F.scaled_dot_product_attention
+        if not self.inside or self.seen.logits is not None or not (is_fused or func in _SOFTMAXES):
             return func(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
-            query = args[0] if args else kwargs["query"]
-            scale = kwargs.get("scale")
-            scale = query.shape[-1] ** -0.5 if scale is None else float(torch.as_tensor(scale).detach())
-            self.seen.is_fused, self.seen.head_dim, self.seen.scale = True, query.shape[-1], scale
-            self.seen.signal = query * scale
-        elif func in _SOFTMAXES:
-            self.seen.signal = args[0] if args else kwargs["input"]
-        output = func(*args, **kwargs)
-        if func in _PRODUCTS and self.seen.signal is None:
-            self.seen.product, self.seen.head_dim = output, args[0].shape[-1]
-        return output
+        self.seen.logits = _fused_logits(*args, **kwargs) if is_fused else _keys_last(*args, **kwargs)
+        if self.cut is None:
+            return func(*args, **kwargs)
+        # What follows depends on the queries only if the model uses them for more than logits.
+        name = "query" if is_fused else "input"
+        return func(args[0].detach(), *args[1:], **kwargs) if args else func(**{**kwargs, name: kwargs[name].detach()})
+
+    def leaf(self, layer: str, value: Any, channels: int = -1) -> Any:
+        """Makes the output of a layer, or an input of the module, a leaf, if it comes before the softmax."""
+        is_floating = isinstance(value, Tensor) and value.is_floating_point()
+        if self.cut is None or self.seen.logits is not None or not is_floating:
+            return value
+        number = sum(name == layer for name, _ in self.seen.leaves)
+        cut = value.detach()
+        if layer:
+            rng = torch.Generator().manual_seed(1000 * self.cut.seed + len(self.seen.leaves))
+            cut = torch.randn(cut.shape, generator=rng).to(cut)
+        self.seen.leaves[layer, number] = cut.requires_grad_()
+        factor = self.cut.factors.get(layer)
+        return cut if factor is None else (cut.transpose(channels, -1) * factor.to(cut)).transpose(channels, -1)
+
+
+def _fused_logits(query: Tensor, key: Tensor, *_: Any, scale: float | None = None, **__: Any) -> Tensor:
+    if key.ndim > 2 and key.shape[-3] != query.shape[-3]:  # several queries for each key
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+    return (query @ key.mT) * (query.shape[-1] ** -0.5 if scale is None else scale)
+
+
+def _keys_last(input: Tensor, dim: int | None = -1, *_: Any, **__: Any) -> Tensor:  # noqa: A002  # torch's name
+    return input.movedim(-1 if dim is None else dim, -1)
 
 
 def acts(model: nn.Module, attention: FoundAttention, runs: Sequence[Run]) -> bool | None:
     """Whether changing the field changes the attention's logits; None if no forward pass could be watched.
     A second pass that cannot be watched counts as changed."""
     before = _watched(model, attention, runs)
-    if before is None or before.signal is None:
+    if before is None or before.logits is None:
         return None
-    set_multiplier(model, attention.holder, attention.field, 2 * attention.value)
-    try:
+    with field_set(model, attention, 2 * attention.value):
         after = _watched(model, attention, runs)
+    return after is None or after.logits is None or not torch.equal(before.logits, after.logits)
+
+
+@contextmanager
+def field_set(model: nn.Module, attention: FoundAttention, value: float) -> Iterator[None]:
+    """Sets the attention's field for a while."""
+    set_multiplier(model, attention.holder, attention.field, value)
+    try:
+        yield
     finally:
         set_multiplier(model, attention.holder, attention.field, attention.value)
-    return after is None or after.signal is None or not torch.equal(before.signal, after.signal)
 
 
+# Finding the queries
+
+
+@torch.enable_grad()
 def find_queries(model: nn.Module, attention: FoundAttention, runs: Sequence[Run]) -> Queries | None:
-    """The last layer of the attention whose outputs are queries: the logits grow linearly with all or a part of these
-    outputs."""
-    seen = _watched(model, attention, runs)
-    if seen is None or seen.signal is None:
+    """The layers whose outputs are the attention's queries. None if there are none, or if a factor on these outputs would do
+    anything else than multiply q.k."""
+    # One derivative of a query may happen to be small, but hardly with two different noises.
+    views = [_view(_watched(model, attention, runs, _Cut(seed))) for seed in (0, 1)]
+    if any(view is None for view in views):
         return None
-    for layer in reversed(seen.called):
-        rows = _rows(model, attention, layer, runs)
-        if rows is None or not rows.any():
-            continue
-        scale = _scale_if_linear(model, attention, layer, rows, runs)
-        if scale is not None:
-            size = seen.head_dim
-            return Queries(layer, () if rows.all() else _ranges(rows), size, scale)
-    return None
-
-
-def _rows(model: nn.Module, attention: FoundAttention, layer: str, runs: Sequence[Run]) -> Tensor | None:
-    """Marks the layer's outputs that are queries. An output is a query if, at the last position, it changes the logits between
-    that position and earlier keys.
-
-    These logits do not depend on the key of the last position. Differences of logits are used, since a model may subtract a
-    number from all of them.
-    """
-    outputs: list[Tensor] = []
-
-    def cut(_: nn.Module, args: Any, output: Tensor) -> Tensor:
-        if outputs:  # the layer was called before; only its first call is watched
-            return output
-        outputs.append(output.detach().requires_grad_())
-        return outputs[0]
-
-    with torch.enable_grad(), attention.module.get_submodule(layer).register_forward_hook(cut):
-        seen = _watched(model, attention, runs)
-        if seen is None or seen.signal is None or not outputs or not seen.signal.requires_grad:
-            return None
-        signal = seen.signal if seen.is_fused else _of_earlier_keys(seen.signal)
-        noise = torch.linspace(1, 2, signal.numel(), dtype=signal.dtype, device=signal.device).reshape(signal.shape)
-        gradient = torch.autograd.grad((signal * noise).sum(), outputs[0], allow_unused=True)[0]
-    if gradient is None:
+    first, second = (view for view in views if view is not None)
+    queries, head = (_either(here, other) for here, other in zip(first.queries, second.queries, strict=True))
+    marked = _outputs(attention.module, queries)
+    if not marked or not _multiplies_only_logits(model, attention, runs, first.seen, queries, marked):
         return None
-    by_position = not seen.is_fused and gradient.ndim == 3
-    reached = (gradient[:, -1] if by_position else gradient).flatten(0, -2).abs().amax(0)
-    return reached > 1e-4 * gradient.abs().max()  # outputs that cancel leave rounding errors
-
-
-def _of_earlier_keys(logits: Tensor) -> Tensor:
-    """The logits of the last position with all earlier keys, minus the logit with the first key. Columns after the keys, such
-    as attention sinks, are left out."""
-    num_queries, num_keys = logits.shape[-2:]
-    earlier = logits[..., -1, : max(min(num_queries, num_keys) - 1, 1)]
-    return earlier - earlier[..., :1] if earlier.shape[-1] > 1 else earlier
-
-
-def _scale_if_linear(
-    model: nn.Module, attention: FoundAttention, layer: str, rows: Tensor, runs: Sequence[Run]
-) -> float | None:
-    """The number by which the model multiplies q.k; NaN if it is unknown. None if the logits are not a linear function of these
-    outputs."""
-    seen = []
-    for factor in (0.0, 1.0, 2.0):
-        vector = torch.where(rows, factor, 1.0)
-        with attention.module.get_submodule(layer).register_forward_hook(
-            lambda _, args, output, v=vector: output * v.to(output)
-        ):
-            watched = _watched(model, attention, runs)
-        if watched is None or watched.signal is None:
-            return None
-        seen.append(watched)
-    signals = [run.signal.double() for run in seen if run.signal is not None]
-    product = seen[1].product
-    if not seen[1].is_fused:
-        signals, product = _relative(signals, product)
-    zero, once, twice = signals
-    usable = (once.abs() < 1e4) & (zero.abs() < 1e4)  # attention masks add large negative numbers
-    change, second_change = (once - zero)[usable], (twice - once)[usable]
-    if not change.abs().max() > 0 or not torch.allclose(
-        change, second_change, rtol=1e-3, atol=1e-4 * float(change.abs().max())
-    ):
+    one_head = {leaf: elements & queries[leaf] for leaf, elements in head.items() if leaf in queries}
+    scale = _scale(first, one_head)
+    if scale is None:
         return None
-    if seen[1].is_fused:
-        return seen[1].scale
-    if product is None:
-        return math.nan
-    slope = float((change * product[usable]).sum() / product[usable].square().sum())
-    usual = seen[1].head_dim ** -0.5
-    return usual if math.isclose(slope, usual, rel_tol=1e-2) else math.nan
+    sizes = {int(elements.sum()) for elements in one_head.values() if elements.any()}
+    if len(sizes) != 1:  # a head that is a concatenation of several layers' outputs
+        return None
+    size = sizes.pop()
+    layers = tuple((layer, () if rows.all() else _ranges(rows)) for layer, rows in marked.items())
+    return Queries(layers, size, size**-0.5 if math.isclose(scale, size**-0.5, rel_tol=1e-2) else scale)
 
 
-def _relative(signals: list[Tensor], product: Tensor | None) -> tuple[list[Tensor], Tensor | None]:
-    """Subtracts from each row of logits and of q.k its entry for one chosen key. A model may subtract a row's largest logit,
-    which this cancels. Columns that belong to no key, such as attention sinks, are left out."""
-    once = signals[1]
-    if product is None or product.shape[:-1] != once.shape[:-1] or product.shape[-1] > once.shape[-1]:
-        product = None
-    else:
-        signals = [logits[..., : product.shape[-1]] for logits in signals]
-    chosen = signals[1].argmax(-1, keepdim=True)
-    relative = [logits - logits.gather(-1, chosen) for logits in signals]
-    return relative, None if product is None else product.double() - product.double().gather(-1, chosen)
+@dataclass(frozen=True)
+class _View:
+    """The logits of the last query with a few keys. Logits are subtracted from each other, since a model may subtract a number
+    from all logits of a query."""
+
+    seen: _Seen
+    logit: Tensor  # of the first head, or the difference of two logits
+    num_keys: int  # 2 if it is a difference
+    queries: tuple[Elements, Elements]  # the entries of leaves on which logits with different keys depend; of all heads, of one
 
 
-def _ranges(rows: Tensor) -> tuple[tuple[int, int], ...]:
-    ends = torch.diff(rows.int(), prepend=torch.zeros(1, dtype=torch.int), append=torch.zeros(1, dtype=torch.int))
+def _view(seen: _Seen | None) -> _View | None:
+    if seen is None or seen.logits is None or seen.logits.ndim < 2 or not seen.logits.requires_grad:
+        return None
+    logits = seen.logits[..., -1, :]
+    is_seen = (logits.detach().abs() < _MASKED).flatten(0, -2).all(0)
+    keys = [key for key in is_seen.nonzero().flatten().tolist() if key != seen.logits.shape[-2] - 1]
+    if len(keys) < 2:
+        return None
+    groups = [keys[:2], keys[2:4]] if len(keys) >= 4 else [keys[:1], keys[1:2]]
+    values = [logits[..., group[0]] - (logits[..., group[1]] if len(group) > 1 else 0) for group in groups]
+    of_all = [_large(_derivatives(_noisy(value), seen.leaves)) for value in values]
+    of_one = [_large(_derivatives(value.flatten()[0], seen.leaves)) for value in values]
+    both = tuple({leaf: here[leaf] & other[leaf] for leaf in here} for here, other in (of_all, of_one))
+    return _View(seen, values[0].flatten()[0], len(groups[0]), (both[0], both[1]))
+
+
+def _either(here: Elements, other: Elements) -> Elements:
+    """What one of two runs marks, without the module's inputs, and without leaves that have no mark."""
+    both = {leaf: elements | other.get(leaf, elements) for leaf, elements in here.items() if leaf[0]}
+    return {leaf: elements for leaf, elements in both.items() if elements.any()}
+
+
+def _outputs(module: nn.Module, queries: Elements) -> dict[str, Tensor]:
+    """The marked outputs of each layer."""
+    marked: dict[str, Tensor] = {}
+    for (layer, _), elements in queries.items():
+        rows = elements.transpose(channel_dim(module.get_submodule(layer)), -1).flatten(0, -2).any(0)
+        marked[layer] = marked.get(layer, torch.zeros_like(rows)) | rows
+    return marked
+
+
+def _scale(view: _View, one_head: Elements) -> float | None:
+    """The number by which q.k is multiplied, if the mixed derivatives of a logit show one."""
+    slopes = _derivatives(view.logit, view.seen.leaves, again=True)
+    lengths = []
+    for leaf, elements in one_head.items():
+        chosen = elements.flatten().nonzero().flatten()
+        for place in chosen[:: max(1, len(chosen) // _NUM_ROWS)].tolist():
+            row = _derivatives(slopes[leaf].flatten()[place], view.seen.leaves)
+            # A query may meet the sum of a key and a position, which have the same derivative.
+            lengths.append(max(float(part.double().norm()) for part in row.values()) / math.sqrt(view.num_keys))
+    if not lengths or not min(lengths) > 0 or max(lengths) / min(lengths) > 1.02:
+        return None
+    return sum(lengths) / len(lengths)
+
+
+def _multiplies_only_logits(
+    model: nn.Module,
+    attention: FoundAttention,
+    runs: Sequence[Run],
+    seen: _Seen,
+    queries: Elements,
+    marked: Mapping[str, Tensor],
+) -> bool:
+    """Whether a factor on the marked outputs multiplies q.k and nothing else: logits are linear in the factor; at 0 they do not
+    depend on the keys; and the outputs reach nothing but the logits."""
+    factors = [{layer: torch.where(rows, factor, 1.0) for layer, rows in marked.items()} for factor in (0.0, 2.0)]
+    zero, two = (_watched(model, attention, runs, _Cut(factors=each)) for each in factors)
+    if seen.logits is None or zero is None or zero.logits is None or two is None or two.logits is None:
+        return False
+    three = [zero.logits, seen.logits, two.logits]
+    usable = torch.stack([logits.detach().abs() < _MASKED for logits in three]).all(0)
+    # A model may subtract each query's largest logit.
+    at_zero, once, twice = (_relative(logits, usable) for logits in three)
+    tolerance = max(1e-4, 4 * torch.finfo(once.dtype).eps) * float(once.detach().abs().max())
+    if not torch.allclose((once - at_zero).detach(), (twice - once).detach(), rtol=1e-3, atol=tolerance):
+        return False
+    slopes = _derivatives(_noisy(once), seen.leaves, again=True)
+    if not all(slopes[leaf].requires_grad for leaf in queries):
+        return False  # the logits do not depend on any key
+    of_queries = torch.stack([_noisy(slopes[leaf] * elements) for leaf, elements in queries.items()]).sum()
+    keys = _large(_derivatives(of_queries, seen.leaves))
+    left = _derivatives(_noisy(at_zero), zero.leaves)
+    largest = max(float(slope.detach().abs().max()) for slope in slopes.values())
+    if any((left[leaf] * elements).abs().max() > 1e-3 * largest for leaf, elements in keys.items()):
+        return False
+    elsewhere = torch.stack([torch.zeros(()), *(_noisy(output).float().cpu() for output in seen.outputs)]).sum()
+    slopes = _derivatives(elsewhere, seen.leaves)
+    return not any((slopes[leaf] * elements).any() for leaf, elements in queries.items())
+
+
+def _relative(logits: Tensor, usable: Tensor) -> Tensor:
+    """Subtracts each query's first usable logit from its others. Masked logits become 0."""
+    logits = logits.masked_fill(~usable, 0.0)
+    return (logits - logits.gather(-1, usable.int().argmax(-1, keepdim=True))).masked_fill(~usable, 0.0)
+
+
+def _noisy(values: Tensor) -> Tensor:
+    """A sum with weights, so that terms do not cancel."""
+    rng = torch.Generator().manual_seed(0)
+    return (values * (1 + torch.rand(values.shape, generator=rng).to(values))).sum()
+
+
+def _derivatives(value: Tensor, leaves: Mapping[Leaf, Tensor], *, again: bool = False) -> dict[Leaf, Tensor]:
+    """The derivatives of a number by all leaves. ``again``: they will be differentiated again."""
+    if not value.requires_grad:
+        return {leaf: torch.zeros_like(tensor) for leaf, tensor in leaves.items()}
+    found = torch.autograd.grad(value, [*leaves.values()], allow_unused=True, retain_graph=True, create_graph=again)
+    pairs = zip(leaves.items(), found, strict=True)
+    return {leaf: torch.zeros_like(tensor) if slope is None else slope for (leaf, tensor), slope in pairs}
+
+
+def _large(slopes: Mapping[Leaf, Tensor]) -> Elements:
+    """Marks the entries of leaves on which a value depends."""
+    largest = max((float(slope.abs().max()) for slope in slopes.values() if slope.numel()), default=0.0)
+    return {leaf: slope.detach().abs() > _ROUNDING * largest for leaf, slope in slopes.items()}
+
+
+def _ranges(rows: Tensor) -> Ranges:
+    ends = torch.diff(rows.int().cpu(), prepend=torch.zeros(1, dtype=torch.int), append=torch.zeros(1, dtype=torch.int))
     return tuple(zip(ends.eq(1).nonzero().flatten().tolist(), ends.eq(-1).nonzero().flatten().tolist(), strict=True))
 
 
 # Watching
 
 
-def _watched(model: nn.Module, attention: FoundAttention, runs: Sequence[Run]) -> _Seen | None:
+def _watched(model: nn.Module, attention: FoundAttention, runs: Sequence[Run], cut: _Cut | None = None) -> _Seen | None:
     """What was seen in the first run that reaches the softmax of the module; None if no run does."""
     for run in runs:
-        watch = _Watch()
+        watch = _Watch(cut)
         with quiet(model), _hooks(attention.module, watch), suppress(Exception), watch:
             run()
-        if watch.seen.signal is not None:
+        if watch.seen.logits is not None:
             return watch.seen
     return None
 
 
 @contextmanager
 def _hooks(core: nn.Module, watch: _Watch) -> Iterator[None]:
-    def enter(*_: Any) -> None:
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         watch.inside = True
+        cut = {name: watch.leaf("", value) for name, value in kwargs.items()}
+        return tuple(watch.leaf("", value) for value in args), cut
 
-    def leave(*_: Any) -> None:
+    def leave(_: nn.Module, args: object, output: Any) -> None:
         watch.inside = False
+        parts = output if isinstance(output, (tuple, list)) else [output]
+        tensors = [part for part in parts if isinstance(part, Tensor) and part.requires_grad]
+        watch.seen.outputs = watch.seen.outputs or tensors
 
-    def note(name: str) -> Callable[..., None]:
-        def called(*_: Any) -> None:
-            if watch.seen.signal is None:
-                watch.seen.called.append(name)
+    def cut(name: str, channels: int) -> Callable[..., Any]:
+        return lambda _, args, output: watch.leaf(name, output, channels) if watch.inside else output
 
-        return called
-
-    layers = [(name, part) for name, part in core.named_modules() if name and any(True for _ in part.parameters(recurse=False))]
-    handles = [core.register_forward_pre_hook(enter), core.register_forward_hook(leave)]
-    handles += [part.register_forward_hook(note(name)) for name, part in layers]
+    layers = [(name, part) for name, part in core.named_modules() if name and _has_parameters(part)]
+    handles = [core.register_forward_pre_hook(enter, with_kwargs=True), core.register_forward_hook(leave)]
+    handles += [part.register_forward_hook(cut(name, channel_dim(part))) for name, part in layers]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return is_parametrized(module) or any(True for _ in module.parameters(recurse=False))
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The attention scale of models that keep it in a field, in none, or in one that does nothing."""
+"""The attention scale of models that keep it in a field, in none, or in one that does nothing, in several notations."""
 
 import copy
 import math
@@ -22,6 +22,9 @@ def split(x):
 
 class Attention(nn.Module):
     """Queries, keys and values from three layers; subclasses say how logits are made."""
+
+    own = HEAD**-0.5  # the number by which q.k is multiplied
+    queries = ("q_proj",)
 
     def __init__(self, width):
         super().__init__()
@@ -113,7 +116,135 @@ class Normed(HardCoded):
         return self.q_norm(q.unflatten(-1, (-1, HEAD))).flatten(2), k, v
 
 
+class Before(Attention):
+    """As Flaubert: queries are divided before the product."""
+
+    def mix(self, q, k, v):
+        return torch.softmax((q / math.sqrt(HEAD)) @ k.mT, -1) @ v
+
+
+class OnBothSides(Attention):
+    """As U-Nets: queries and keys are multiplied, in einsum notation."""
+
+    def mix(self, q, k, v):
+        logits = torch.einsum("bhid,bhjd->bhij", q * HEAD**-0.25, k * HEAD**-0.25)
+        return torch.einsum("bhij,bhjd->bhid", logits.softmax(-1), v)
+
+
+class BeforeKernel(Attention):
+    def mix(self, q, k, v):
+        return F.scaled_dot_product_attention(q * HEAD**-0.5, k, v, scale=1.0)
+
+
+class Twice(Attention):
+    """The kernel divides again, so q.k is divided by the head size already."""
+
+    own = 1 / HEAD
+
+    def mix(self, q, k, v):
+        return F.scaled_dot_product_attention(q * HEAD**-0.5, k, v)
+
+
+class FieldAndKernel(Twice):
+    def __init__(self, width):
+        super().__init__(width)
+        self.scale = HEAD**-0.5
+
+    def mix(self, q, k, v):
+        return F.scaled_dot_product_attention(q * self.scale, k, v)
+
+
+class Unscaled(Attention):
+    """As T5, without its field."""
+
+    own = 1.0
+
+    def mix(self, q, k, v):
+        return torch.softmax(q @ k.mT, -1) @ v
+
+
+class KeysFirst(Attention):
+    def mix(self, q, k, v):
+        return torch.softmax(k @ q.mT / math.sqrt(HEAD), -2).mT @ v
+
+
+class Sum(HardCoded):
+    """As Conditional DETR: two layers make the queries."""
+
+    queries = ("q_proj", "q_position")
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.q_position = nn.Linear(width, width)
+
+    def parts(self, x):
+        q, k, v = super().parts(x)
+        return q + self.q_position(x.flip(1)), k, v
+
+
+class Convolutions(nn.Module):
+    """As U-Nets: one convolution of images; no attribute shows the head size."""
+
+    own = HEAD**-0.5
+
+    def __init__(self, width):
+        super().__init__()
+        self.qkv, self.out = nn.Conv2d(width, 3 * width, 1), nn.Conv2d(width, width, 1)
+
+    def forward(self, x):
+        batch, num, width = x.shape
+        q, k, v = self.qkv(x.mT.unflatten(-1, (2, -1))).reshape(batch, 3, -1, HEAD, num).unbind(1)
+        mixed = v @ torch.softmax(q.mT @ k / math.sqrt(HEAD), -1).mT
+        return self.out(mixed.reshape(batch, width, 2, -1)).flatten(2).mT
+
+
+class MixedHeads(Attention):
+    """Talking heads: a layer between the queries and the softmax."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.between = nn.Linear(width // HEAD, width // HEAD)
+
+    def mix(self, q, k, v):
+        logits = (q * HEAD**-0.5) @ k.mT
+        return torch.softmax(self.between(logits.movedim(1, -1)).movedim(-1, 1), -1) @ v
+
+
+class BiasedQueries(Attention):
+    """As Transformer-XL: a factor on the queries does not reach the bias."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.bias = nn.Parameter(torch.randn(width))
+
+    def mix(self, q, k, v):
+        return torch.softmax((q + self.bias.unflatten(0, (-1, 1, HEAD))) @ k.mT / math.sqrt(HEAD), -1) @ v
+
+
+class QueriesInStream(Attention):
+    """As Set Transformers: the queries are also a part of the output."""
+
+    def mix(self, q, k, v):
+        return q + torch.softmax(q @ k.mT / math.sqrt(HEAD), -1) @ v
+
+
+class SharedWithKeys(Attention):
+    """As Reformer: one layer makes queries and keys."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        del self.k_proj
+
+    def parts(self, x):
+        return self.q_proj(x), self.q_proj(x), self.v_proj(x)
+
+    def mix(self, q, k, v):
+        return torch.softmax(q @ k.mT / math.sqrt(HEAD), -1) @ v
+
+
 class Torch(nn.Module):
+    own = HEAD**-0.5
+
     def __init__(self, width):
         super().__init__()
         self.inner = nn.MultiheadAttention(width, width // HEAD, batch_first=True)
@@ -155,28 +286,50 @@ def with_scaled_queries(model, factor):
             parts = list(block.q_norm.parameters())
         elif isinstance(block, Fused):
             parts = [part.unflatten(0, (-1, 3, HEAD))[:, 0] for part in block.qkv.parameters()]
+        elif isinstance(block, Convolutions):
+            parts = [part[:64] for part in block.qkv.parameters()]
         else:
-            parts = list(block.q_proj.parameters())
+            parts = [part for name in block.queries for part in block.get_submodule(name).parameters()]
         for part in parts:
             part.mul_(factor)
     return other(TOKENS)
 
 
-KINDS = [Field, Divisor, IdleField, HardCoded, Sinks, Fused, Normed, Torch]
+KINDS = [Field, Divisor, IdleField, HardCoded, Sinks, Fused, Normed, Before, OnBothSides, BeforeKernel, Twice, FieldAndKernel,
+         Unscaled, KeysFirst, Sum, Convolutions, Torch]  # fmt: skip
+LEFT = [MixedHeads, BiasedQueries, QueriesInStream, SharedWithKeys]  # no factor on queries gives these the rule's scale
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
 def test_scale_of_every_kind_of_attention_becomes_that_of_the_rule(kind):
     model, plan = parameterized(kind)
-    before, wanted = model(TOKENS), with_scaled_queries(model, HEAD**-0.5)
-    assert (wanted - before).abs().max() > 0.1
+    before, wanted = model(TOKENS), with_scaled_queries(model, 1 / HEAD / kind.own)
+    assert (wanted - before).abs().max() > 0.1 or kind.own == 1 / HEAD
     smupar.set_attention_scale(model, plan, example=TOKENS)
     assert plan.pending == {}
     torch.testing.assert_close(model(TOKENS), wanted, rtol=1e-4, atol=1e-5)
     smupar.set_attention_scale(model, plan, example=TOKENS)  # a second call changes nothing
     torch.testing.assert_close(model(TOKENS), wanted, rtol=1e-4, atol=1e-5)
     assert smupar.audit(model, plan) == []
+
+
+@pytest.mark.parametrize("kind", LEFT)
+@torch.no_grad()
+def test_scale_that_no_factor_on_queries_can_set_is_left_alone_and_asked_for(kind):
+    model, plan = parameterized(kind)
+    before = model(TOKENS)
+    with pytest.warns(smupar.PlanWarning, match=kind.__name__):
+        smupar.set_attention_scale(model, plan, example=TOKENS)
+    assert "attention_scale" in plan.pending
+    torch.testing.assert_close(model(TOKENS), before, rtol=0, atol=0)
+
+
+def test_layer_that_mixes_heads_does_not_hide_that_a_scale_is_needed():
+    torch.manual_seed(0)
+    plan = smupar.make_plan(Net(64, [MixedHeads]), base=Net(32, [MixedHeads]), example=TOKENS)
+    assert plan.unscored == ()
+    assert "attention_scale" in plan.pending
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -20,7 +20,7 @@ from torch.func import functional_call
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from smupar.integrations.huggingface.inputs import forward_passes
-from smupar.model.queries import find_queries, quiet
+from smupar.model.queries import acts, find_queries, quiet
 from smupar.plan.facts.layers import kind_of
 from smupar.plan.plan import Plan
 from smupar.plan.scales.find_attention import FoundAttention, find_attentions
@@ -136,13 +136,17 @@ def _fold_attention(plain: PreTrainedModel, plan: Plan) -> None:
 def _fold_into_queries(plain: PreTrainedModel, attention: FoundAttention, ratio: float) -> None:
     if ratio == 1:
         return
-    queries = find_queries(plain, attention, forward_passes(plain))
+    runs = forward_passes(plain)
+    queries = find_queries(plain, attention, runs)
+    if queries is None and acts(plain, attention, runs) is None:
+        return  # it makes no logits; outputs are compared in the end
     if queries is None:
         raise ValueError(
             f"the attention scale of {attention.path!r} cannot be folded into the weights: no layer of this "
             f"{type(attention.module).__name__} was found to make the queries"
         )
-    _scale_rows(attention.module.get_submodule(queries.layer), queries.rows, ratio)
+    for layer, rows in queries.layers:
+        _scale_rows(attention.module.get_submodule(layer), rows, ratio)
 
 
 def _scale_rows(layer: nn.Module, rows: tuple[tuple[int, int], ...], factor: float) -> None:

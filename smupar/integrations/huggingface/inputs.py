@@ -15,6 +15,7 @@ from smupar.plan.forward.run_copy import run_copy
 
 NUM_TOKENS = 6
 NUM_SAMPLES = 3200  # samples of raw sound
+NUM_FRAMES = 32  # of spectra, where the config does not fix it
 IMAGE_SIZE = 64  # where the config does not fix it, as in convolutional models
 
 
@@ -96,9 +97,9 @@ def _pixels(config: Any, model: nn.Module) -> Tensor:
 
 
 def _features(config: Any, model: nn.Module) -> Tensor:
-    """Spectra for Whisper, whose encoder halves their number."""
-    shape = (1, config.num_mel_bins, 2 * config.max_source_positions)
-    return _waves(shape, model)
+    """Spectra: for Whisper, whose encoder halves their number, or for Speech2Text, which counts bins last."""
+    bins = getattr(config, "input_feat_per_channel", None)
+    return _waves((1, config.num_mel_bins, 2 * config.max_source_positions) if bins is None else (1, NUM_FRAMES, bins), model)
 
 
 def _sound(config: Any, model: nn.Module) -> Tensor:

@@ -137,6 +137,14 @@ def has_running_statistics(module: nn.Module) -> bool:
     return isinstance(module, nn.modules.batchnorm._NormBase)
 
 
+def channel_dim(module: nn.Module) -> int:
+    """The dimension of a module's output that counts its neurons: before the places of an image in convolutions, the second in
+    norms of images, the last elsewhere."""
+    if isinstance(module, _ConvNd):
+        return 1 - module.weight.ndim
+    return 1 if has_running_statistics(module) or isinstance(module, nn.GroupNorm) else -1
+
+
 def draws_random_numbers(module: nn.Module) -> bool:
     """Whether the module's forward pass draws random numbers in its current mode."""
     return isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0

@@ -30,6 +30,7 @@ class Flow:
     choices: frozenset[str] = frozenset()  # writers whose outputs reached it only through a softmax, sigmoid or sort
     joins: frozenset[int] = frozenset()  # events: the concatenations from which it was computed
     scores: frozenset[int] = frozenset()  # events: the dot products from which it was computed element by element
+    mixed: frozenset[int] = frozenset()  # events: dot products that a weight has summed since, as one that mixes heads does
     shares: frozenset[int] = frozenset()  # events: the dot products whose softmax it is
     # "norm" (a length), "rms", "unit" (divided by its length), "square", "product" or "weighted" (times a parameter)
     mark: str = ""
@@ -49,6 +50,7 @@ class Flow:
             (self.choices - (other.writers - other.choices)) | (other.choices - (self.writers - self.choices)),
             self.joins | other.joins,
             self.scores | other.scores,
+            self.mixed | other.mixed,
             self.shares | other.shares,
             past=self.past | other.past,
             is_normed=all(flow.is_normed for flow in (self, other) if flow.writers),

@@ -38,7 +38,7 @@ _NORM_LAYERS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "
 _KEEP_LENGTH = ("clone", "_to_copy", "clamp", "clamp_min", "add", "sqrt", "rsqrt", "reciprocal", "pow")
 _SOFTMAX = ("_softmax", "_safe_softmax")
 _CHOICES = (*_SOFTMAX, "sigmoid", "hardsigmoid", "topk", "sort", "argmax")
-_FROM_LOGITS = (*_CHOICES, "exp", "exp2")
+_FROM_LOGITS = (*_SOFTMAX, "sigmoid", "hardsigmoid", "exp", "exp2")  # their results depend on the size of their inputs
 # multiplication by a factor, and copies
 _KEEP_ENDS = ("mul", "div", "clone", "_to_copy", "native_dropout", "index", "index_select")
 
@@ -74,7 +74,10 @@ class Operations(UsageRecorder):
             self._num_results += 1
             flow = replace(flow, past=flow.past | bit, stream=flow.stream | bit)
         for output in outputs:
-            self.put(output, flow, labels if output is outputs[0] else ())
+            # Indices and comparisons choose, but are no longer the numbers that were compared.
+            is_number = output.is_floating_point() or output.is_complex()
+            known = flow if is_number else replace(flow, scores=frozenset(), mixed=frozenset())
+            self.put(output, known, labels if output is outputs[0] else ())
 
     def slice(self, whole: Tensor, parts: list[Tensor]) -> None:
         """Records a slice, if weights made the sliced tensor."""
@@ -136,10 +139,12 @@ class Operations(UsageRecorder):
         if all(factor.is_data for factor in flows):
             tensor, dims = first
             kind = "mix" if flows[0].shares or flows[1].shares else "dot"
-            dot = self.add_event(kind, [tensor.shape[dim] for dim in dims], unit=all(factor.mark == "unit" for factor in flows))
+            is_unit = all(factor.mark == "unit" for factor in flows)
+            writers = flows[0].writers | flows[1].writers
+            dot = self.add_event(kind, [tensor.shape[dim] for dim in dims], weights=writers, unit=is_unit)
             for number in flow.numbers:
                 self.usage.numbers[number].dots.add(dot)
-            flow = replace(flow, scores=frozenset({dot}), numbers=frozenset())
+            flow = replace(flow, scores=frozenset({dot}), mixed=frozenset(), numbers=frozenset())
         return flow
 
     def _convolution(self, args: Any) -> Flow:
@@ -206,7 +211,7 @@ class Operations(UsageRecorder):
         if name == "cat":
             flow = replace(flow, joins=flow.joins | {self._join(args, inputs, output)})
         if name in _SOFTMAX:
-            return replace(flow, shares=flow.scores, scores=frozenset()), ()
+            return replace(flow, shares=flow.scores | flow.mixed, scores=frozenset(), mixed=frozenset()), ()
         if len(data) == 1 and name in ("mul", "div"):
             flow = self._times(flow, args[:2], data[0])
         if len(data) == 1 and name in _KEEP_ENDS:
@@ -222,7 +227,7 @@ class Operations(UsageRecorder):
         """Completes a flow with its logits and choices, and records which outputs a choice multiplies and which dot products
         are logits."""
         if name in _FROM_LOGITS:
-            self.usage.logits |= flow.scores
+            self.usage.logits |= flow.scores | flow.mixed
         if name in _CHOICES:
             return replace(flow, choices=flow.choices | flow.logits)
         if name not in ("mul", "div") or len(data) != 2:
@@ -279,7 +284,7 @@ class Operations(UsageRecorder):
             return self.weigh([labels[dim] for dim in sorted(dims)], rest, flow)
         size = math.prod(tensor.shape[dim] for dim in dims)
         if flow.mark == "product":
-            self.add_event("dot", [size])
+            self.add_event("dot", [size], weights=flow.writers)
         elif flow.mark != "square" and flow.is_inside:
             self.add_event("sum", [size])
         return replace(flow | CONSTANT, mark="norm" if flow.mark == "square" else "")

@@ -72,11 +72,11 @@ class UsageRecorder:
         for name in outs.keys() - set(names):  # for example weight norm's lengths, which multiply the weight's rows
             self.usage.uses[name].by_element = True
         if not scales:
-            return replace(read | CONSTANT, is_data=True, scores=frozenset(), shares=frozenset())
+            return replace(read | CONSTANT, is_data=True, scores=frozenset(), mixed=read.scores, shares=frozenset())
         for name in read.writers:
             self.usage.uses[name].is_inside = True
         writers = frozenset(names)
-        return Flow(is_data=True, is_inside=True, writers=writers, logits=writers, past=read.past)
+        return Flow(is_data=True, is_inside=True, writers=writers, logits=writers, mixed=read.scores, past=read.past)
 
     def route(self, first: Flow, second: Flow) -> None:
         """Records the weights that route, if one of two flows is a choice that multiplies or selects the other."""

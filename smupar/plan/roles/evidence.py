@@ -184,7 +184,8 @@ def _about_the_pass(tensors: list[ParameterView], usage: Usage) -> Iterator[Note
 
 def without_scores(model: nn.Module, evidence: Evidence, paths: Mapping[str, str], scaling: Collection[str]) -> tuple[str, ...]:
     """Paths of the modules that are named like attention but need no attention scale. In the example they multiply no two
-    activations, as in RWKV, or only vectors of length 1, as in Swin 2, or they make no logits, as in linear attention.
+    activations, as in RWKV, or only vectors of length 1, as in Swin 2, or they make no logits, as in linear attention and in
+    indexers, whose dot products only choose tokens.
 
     An operation that cannot be watched might hide such a product. So a module counts only if the outputs of all its weights
     were followed, to other weights or to the model's output.
@@ -195,11 +196,11 @@ def without_scores(model: nn.Module, evidence: Evidence, paths: Mapping[str, str
     usage = evidence.usage
     if usage is None:
         return ()
-    products = {
-        event.path
+    products = [
+        event
         for number, event in enumerate(usage.events)
         if event.kind == "dot" and not event.is_normalised and number not in evidence.unscaled
-    }
+    ]
     unscored = []
     for attention in find_attentions(model):
         path = paths.get(attention.path, attention.path)
@@ -208,7 +209,8 @@ def without_scores(model: nn.Module, evidence: Evidence, paths: Mapping[str, str
         # what acts element by element, such as a depthwise convolution, makes no queries
         uses = [use for use in (usage.uses[name] for name in tables) if use.products or not use.by_element]
         followed = [use.is_inside or use.reaches_output for use in uses if use.products]
-        near = any(is_inside(place, path) or is_inside(path, place) for place in products)
+        own = {f"{path}{name.removeprefix(attention.path)}".lstrip(".") for name in tables}
+        near = any(is_inside(product.path, path) or own & product.weights for product in products)
         if followed and all(followed) and len(followed) == len(uses) and not near:
             unscored.append(attention.path)
     return tuple(unscored)

@@ -91,6 +91,15 @@ OTHERS = {
         "DeepseekV3ForCausalLM",
         deepseek,
     ),
+    "deepseek_v32": (  # an indexer chooses tokens, and its dot products are no attention
+        "DeepseekV32ForCausalLM",
+        lambda width: {**deepseek(width), "index_n_heads": 4, "index_head_dim": 16, "index_topk": 4},
+    ),
+    "flaubert": (  # divides queries in code
+        "FlaubertWithLMHeadModel",
+        lambda width: {"emb_dim": width, "n_layers": 2, "n_heads": width // 16, "vocab_size": 64, "pad_index": 0,
+                       "max_position_embeddings": 64, "bos_index": 1, "eos_index": 2},
+    ),
     "mixtral": (
         "MixtralForCausalLM",
         lambda width: grouped(width, num_local_experts=4, num_experts_per_tok=2),

@@ -87,6 +87,19 @@ def test_frozen_sines_of_whisper_stay():
     assert plan[name].init_std is None
 
 
+@thin
+def test_indexer_is_no_attention(tmp_path):
+    model, plan = parameterized("deepseek_v32")
+    assert {change.path.rpartition(".")[2] for change in plan.attention} == {"self_attn"}
+    assert model.model.layers[0].self_attn.indexer.softmax_scale == 1 / 4
+    for layer in model.model.layers:
+        layer.self_attn.indexer.softmax_scale = 1 / 16  # by hand: it changes no choice, so an export may leave it out
+    wanted = logits(model)
+    model.save_pretrained(tmp_path / "sparse")
+    huggingface.export(tmp_path / "sparse", tmp_path / "plain")
+    torch.testing.assert_close(logits(type(model).from_pretrained(tmp_path / "plain")), wanted, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "kind", "field", "value"),
     [
