@@ -41,16 +41,23 @@ class Status:
     # Importance of each word, 0 for the most important; by default their order. The least important words are left out if the
     # line is too long.
     rank: tuple[int, ...] = ()
+    is_working: bool = True  # False while the share cannot grow, for example because models are built
 
 
 class Clock:
-    """Estimates the time left from the shares that were done at earlier times."""
+    """Estimates the time left from the shares that were done at earlier times. Time in which the share could not grow says
+    nothing about the speed, so it is left out."""
 
     def __init__(self, now: float) -> None:
-        self.start = now
+        self.start = self._noted = now
         self.seen: list[tuple[float, float]] = []  # (time, share) whenever the share had grown
+        self._idle = 0.0  # seconds in which the share could not grow
 
-    def note(self, now: float, share: float) -> None:
+    def note(self, now: float, share: float, *, is_working: bool = True) -> None:
+        if not is_working:
+            self._idle += now - self._noted
+        self._noted = now
+        now -= self._idle
         # Until the share has grown once, the time goes into loading, compiling, or reading a checkpoint.
         if not self.seen or share > self.seen[-1][1]:
             self.seen.append((now, share))
@@ -63,9 +70,9 @@ class Clock:
         if len(self.seen) < 2:
             return None
         (first, was), (last, share) = self.seen[min(1, len(self.seen) - 2)], self.seen[-1]
-        waited = now - last
+        waited = now - self._idle - last
         if waited > _STALL:  # the longer the share does not grow, the lower the estimated speed
-            return (now - first) * (1 - share) / (share - was)
+            return (last + waited - first) * (1 - share) / (share - was)
         return max(0.0, (last - first) * (1 - share) / (share - was) - waited)
 
 
@@ -182,7 +189,7 @@ class Display:
     def _read(self) -> tuple[Status, float]:
         status, now = self.read(), time.monotonic()
         if status.share is not None:
-            self.clock.note(now, status.share)
+            self.clock.note(now, status.share, is_working=status.is_working)
         return status, now
 
     @contextlib.contextmanager

@@ -27,7 +27,6 @@ from smupar.lm.run.train import train
 from smupar.output.progress import Display
 from smupar.plan.plan import PlanWarning
 from smupar.study.config import EngineName
-from smupar.study.live import beating
 from smupar.study.progress import StudyProgress
 from smupar.study.run_configs import grouped, unique
 from smupar.study.stacks.ahead import BuiltAhead
@@ -42,19 +41,26 @@ _LONG_SECONDS = 600.0
 
 
 def execute(
-    study: Study, configs: Sequence[RunConfig], *, engine: EngineName = "auto", device: str = "auto", address: str = "auto"
+    study: Study,
+    configs: Sequence[RunConfig],
+    *,
+    engine: EngineName = "auto",
+    device: str = "auto",
+    address: str = "auto",
+    progress: StudyProgress | None = None,
 ) -> None:
-    """Executes the runs that have no result in the study yet."""
+    """Executes the runs that have no result in the study yet. Keeps ``progress`` up to date."""
     missing = study.missing(configs)
     study.set_aside_damaged(missing)
     if engine == "ray":
         from smupar.study.ray_engine import execute_on_ray
 
-        execute_on_ray(study, configs, address=address)
+        execute_on_ray(study, configs, address=address, progress=progress)
         return
     where = pick_device(device)
-    progress = StudyProgress(missing)
-    with Display(progress.status), beating(study, progress, device_name(where)):
+    progress = StudyProgress() if progress is None else progress
+    progress.plan(missing, device_name(where))
+    with Display(progress.status):
         for group in groups(configs):
             run_group(study, group, engine, where, progress)
             if torch.cuda.is_initialized():  # frees the memory of the group's captured steps
@@ -84,7 +90,7 @@ def run_group(
     fresh = without(missing, begun)
     if fresh:
         _say_if_forgotten(study, group)
-        progress.doing = "comparing engines" if engine == "auto" else "building models"
+        progress.doing = "timing how to train the next runs" if engine == "auto" else "building models"
         division, stack = divide([config for config in group if config.id in fresh], engine, device)
         _train_division(study, division, group, stack, device, progress)
 

@@ -1,7 +1,7 @@
 """Files in which a running study tells watchers what it does:
 
 planned.json        the runs of the current stage that had not ended when it began
-live/HOST-PID.json  a sign of life of each process that trains: its runs, speed, progress and losses so far
+live/HOST-PID.json  a sign of life of each process: what it does, its runs with their losses so far, speed, and time left
 
 Threads write both, rarely enough that writing costs less than ``_SHARE`` of the time. Nothing in a study depends on them. A
 killed process leaves its file; readers see by the file's age, or by the process id on the same machine, that it is gone.
@@ -24,6 +24,7 @@ from smupar.lm.config.run_config import RunConfig
 from smupar.output.files import changed_at, is_alive
 from smupar.output.json_files import read_record, sealed_json, write_sealed
 from smupar.output.page.document import Worker, finite
+from smupar.output.progress import Clock
 from smupar.study.store import Study, fields_of
 
 if TYPE_CHECKING:
@@ -37,22 +38,24 @@ _STALLED_SECONDS = 300.0  # without a step; the first step may have to be compil
 
 
 class ShownProgress(Protocol):
-    """The numbers of a progress display."""
+    """What a progress display shows."""
 
     running: Mapping[str, Sequence[Row]]  # rows of the runs that are trained now, by id
+    doing: str  # what happens while no run is trained; "" while runs are trained
+    device: str
 
     @property
     def share_done(self) -> float: ...
 
 
 @contextlib.contextmanager
-def repeated(function: Callable[[], None], *, every: float) -> Iterator[None]:
-    """Calls a function in a thread during a block, every ``every`` seconds, or less often if it is slow. Its errors are
-    ignored: it only informs readers."""
+def repeated(function: Callable[[], None], *, every: float, at_once: bool = False) -> Iterator[None]:
+    """Calls a function in a thread during a block, every ``every`` seconds, or less often if it is slow; with ``at_once`` also
+    when the block begins. Its errors are ignored: it only informs readers."""
     ended = threading.Event()
 
     def repeat() -> None:
-        wait = every
+        wait = 0.0 if at_once else every
         while not ended.wait(wait):
             start = time.thread_time(), time.perf_counter()
             with contextlib.suppress(Exception):
@@ -70,24 +73,26 @@ def repeated(function: Callable[[], None], *, every: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def beating(study: Study, progress: ShownProgress, device: str) -> Iterator[None]:
+def beating(study: Study, progress: ShownProgress) -> Iterator[None]:
     """Writes signs of life of this process during the block."""
     path = study.folder / LIVE / f"{socket.gethostname()}-{os.getpid()}.json"
-    start, last = time.time(), {"share": 0.0, "at": time.time()}
+    last, clock = {"share": 0.0, "at": time.time()}, Clock(time.monotonic())
 
     def beat() -> None:
+        now = time.monotonic()
+        clock.note(now, progress.share_done, is_working=not progress.doing)
         share = progress.share_done + 1e-9 * sum(len(rows) for rows in progress.running.values())
         if share != last["share"]:
             last.update(share=share, at=time.time())
         advanced = max([last["at"], *(changed_at(study.runs / run / "metrics.jsonl") for run in progress.running)])
         path.parent.mkdir(exist_ok=True)
-        sign = _sign(progress, device, started=start, advanced=advanced)
+        sign = _sign(progress, clock.left(now), advanced)
         temporary = path.with_suffix(".tmp")  # not synced to disk: in two seconds it is outdated
         temporary.write_text(sealed_json(asdict(sign), indent=None), encoding="utf-8")
         temporary.replace(path)
 
     try:
-        with repeated(beat, every=_BEAT_SECONDS):
+        with repeated(beat, every=_BEAT_SECONDS, at_once=True):
             yield
     finally:
         path.unlink(missing_ok=True)
@@ -102,11 +107,11 @@ class _Sign:
     host: str
     pid: int
     device: str
-    share_done: float
+    doing: str
+    seconds_left: float | None
     tokens_per_second: float | None
     runs: dict[str, list[list[float | None]]]  # run -> step and loss
-    started: float  # these three in seconds since the epoch
-    advanced: float
+    advanced: float  # these two in seconds since the epoch
     time: float
 
     def state(self, now: float) -> Literal["running", "stalled", "stopped"]:
@@ -117,17 +122,17 @@ class _Sign:
         return "stalled" if now - self.advanced > _STALLED_SECONDS else "running"
 
 
-def _sign(progress: ShownProgress, device: str, *, started: float, advanced: float) -> _Sign:
+def _sign(progress: ShownProgress, seconds_left: float | None, advanced: float) -> _Sign:
     running = {run: list(rows) for run, rows in progress.running.items()}
     speeds = [rows[-1]["tokens_per_second"] for rows in running.values() if rows and "tokens_per_second" in rows[-1]]
     return _Sign(
         socket.gethostname(),
         os.getpid(),
-        device,
-        progress.share_done,
+        progress.device,
+        progress.doing,
+        finite(seconds_left),
         finite(max(filter(None, speeds), default=None)),
         {run: [[row["step"], finite(row.get("loss"))] for row in rows] for run, rows in running.items()},
-        started,
         advanced,
         time.time(),
     )
@@ -141,9 +146,13 @@ class _Planned:
     runs: dict[str, dict[str, Any]]
 
 
-def write_planned(study: Study, missing: Sequence[RunConfig]) -> None:
-    """Writes planned.json, or removes it if no run is missing. Removes the signs of life of earlier processes."""
+def forget_signs(study: Study) -> None:
+    """Removes the signs of life of earlier processes."""
     shutil.rmtree(study.folder / LIVE, ignore_errors=True)
+
+
+def write_planned(study: Study, missing: Sequence[RunConfig]) -> None:
+    """Writes planned.json, or removes it if no run is missing."""
     path = study.folder / PLANNED
     if not missing:
         path.unlink(missing_ok=True)
@@ -194,6 +203,7 @@ def read_signs(folder: Path) -> Signs:
                 "name": f"{sign.host}, process {sign.pid}",
                 "device": sign.device,
                 "state": state,
+                "doing": sign.doing,
                 "seen": sign.time,
                 "runs": len(sign.runs),
                 "tokens_per_second": sign.tokens_per_second,
@@ -201,6 +211,6 @@ def read_signs(folder: Path) -> Signs:
         )
         losses |= sign.runs
         states |= dict.fromkeys(sign.runs, state)
-        if state == "running" and sign.share_done > 0:
-            left.append((sign.time - sign.started) * (1 / sign.share_done - 1))
+        if state == "running" and sign.seconds_left is not None:
+            left.append(max(1.0, sign.seconds_left - (now - sign.time)))
     return Signs(tuple(workers), losses, states, max(left, default=None))

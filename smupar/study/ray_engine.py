@@ -54,14 +54,19 @@ class _PartState(NamedTuple):
     diverged: int = 0
 
 
-def execute_on_ray(study: Study, configs: Sequence[RunConfig], *, address: str = "auto") -> None:
+def execute_on_ray(
+    study: Study, configs: Sequence[RunConfig], *, address: str = "auto", progress: StudyProgress | None = None
+) -> None:
     """Executes the runs that have no result yet. ``address`` is the address of a cluster, ``auto`` for the cluster that this
     machine belongs to, or ``local`` for a cluster that starts here and ends with the study."""
     todo = study.missing(configs)
     if not todo:
         return
-    progress = StudyProgress(todo)
-    with _connected(address) as ray, Display(progress.status), beating(study, progress, "Ray"):
+    progress = StudyProgress() if progress is None else progress
+    progress.plan(todo, "Ray")
+    progress.doing = "starting Ray"
+    with _connected(address) as ray, Display(progress.status):
+        progress.doing = ""
         _run_all(ray, study, todo, unique(configs), progress)
     _wait_until_seen(study, todo)
 
@@ -242,12 +247,13 @@ class _WorkerProgress(StudyProgress):
         self._add(done=num_done)
 
     def begin(self, config: RunConfig) -> None:
-        pass
+        self.doing = ""
 
     def steps(self, num: int, running: int) -> None:
         self._add(steps=num)
 
     def done(self, summary: Summary) -> None:
+        self.running = {run: rows for run, rows in self.running.items() if run != summary.id}
         self._add(done=1, diverged=int(summary.status == "diverged"))
 
     @property
@@ -284,7 +290,8 @@ def _train_part(
         todo = study.missing(configs)
         progress = _WorkerProgress(lambda state: reports.tell.remote(number, tuple(state)), len(configs) - len(todo))
         if todo:
-            with beating(study, progress, device_name(torch.device(device))):
+            progress.device = device_name(torch.device(device))
+            with beating(study, progress):
                 run_group(study, [*configs, *others], "auto", torch.device(device), progress)
     return [(result.config.id, result.summary.status == "diverged") for result in study.results(configs)]
 

@@ -22,7 +22,8 @@ from smupar.plan.plan import PlanWarning
 from smupar.study.config import EngineConfig
 from smupar.study.definition import Stage, StudyDefinition
 from smupar.study.engines import execute
-from smupar.study.live import write_planned
+from smupar.study.live import beating, forget_signs, write_planned
+from smupar.study.progress import CHECKING, StudyProgress
 from smupar.study.stacks.division import remove_leftovers
 from smupar.study.store import Study
 from smupar.study.view import refreshed
@@ -35,20 +36,25 @@ def run_study(
     """Executes the missing runs of a study. Yields the study and its runs; during the block the folder stays locked."""
     opened = Study.open(folder, definition.stored, command, keeps_weights=keeps_weights)
     with cpu_threads(how.threads), opened as study:
-        with refreshed(study, definition):
-            configs = [config for propose in definition.stages for config in run_until_complete(study, propose, how)]
+        forget_signs(study)
+        progress = StudyProgress()
+        with beating(study, progress), refreshed(study, definition):
+            configs = [run for propose in definition.stages for run in run_until_complete(study, propose, how, progress)]
         remove_leftovers(study)
         yield study, configs
 
 
-def run_until_complete(study: Study, propose: Stage, how: EngineConfig) -> Sequence[RunConfig]:
+def run_until_complete(
+    study: Study, propose: Stage, how: EngineConfig, progress: StudyProgress | None = None
+) -> Sequence[RunConfig]:
     """Executes the runs that a stage proposes. Asks it again with their results, until no run is missing. Returns all its
     runs."""
-    message = ""
+    message, progress = "", StudyProgress() if progress is None else progress
     while True:
+        progress.doing = CHECKING
         configs = propose(study)
         missing = study.missing(configs)
-        with waiting("checking runs and text"):
+        with waiting(CHECKING):
             _refuse_other_files(study, configs)
             refuse_impossible(missing)
         if configs:
@@ -61,7 +67,7 @@ def run_until_complete(study: Study, propose: Stage, how: EngineConfig) -> Seque
             return configs
         try:
             with ended_by_sigterm():
-                execute(study, configs, engine=how.engine, device=how.device, address=how.address)
+                execute(study, configs, engine=how.engine, device=how.device, address=how.address, progress=progress)
         except (KeyboardInterrupt, SystemExit):
             say(
                 f"\n{len(configs) - len(study.missing(configs))} of {len(configs)} runs are done and kept. Start the same "

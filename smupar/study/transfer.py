@@ -157,18 +157,15 @@ def headline(verdicts: Sequence[Verdict], name: str, *, so_far: bool = False, un
     good, bad, unclear, open_ = (
         _listed([title_of(rule) for rule, own in tones.items() if own == tone]) for tone in ("good", "bad", "unclear", "plain")
     )
-    said = []
+    said: list[str] = []
     if good:
         said.append(f"the {name} transfers under {good} (its best stays within {times(STABLE)})")
     if bad:
         said.append(f"not under {bad}" if good else f"the {name} does not transfer under {bad}")
     if unclear:
         said.append(f"these runs cannot tell about {unclear}")
-    if open_:
-        said.append(
-            f"{open_} stay{'s' if list(tones.values()).count('plain') == 1 else ''} within {times(STABLE)}, with runs to come"
-        )
-    text = ", ".join(said)
+    decided, stays = ", ".join(said), "stays" if list(tones.values()).count("plain") == 1 else "stay"
+    text = "; ".join(filter(None, [decided, open_ and f"{open_} {stays} within {times(STABLE)}, with runs to come"]))
     return f"So far {text}." if text and so_far else f"{text[:1].upper()}{text[1:]}." if text else ""
 
 
@@ -180,11 +177,12 @@ def _listed(names: Sequence[str]) -> str:
 def _answer(config: TransferConfig, verdict: Verdict) -> Answer:
     """The card of a rule: the farthest move, also in octaves, and the most that the proxy's best swept value costs."""
     far = _farthest_moved(verdict)
-    octaves = 0.0 if far.diverged else math.log2(far.best / verdict.proxy.best)
-    moved_to = "every run diverged" if far.diverged else f"{far.best:.3g} ({octaves:+.1f} octaves)"
+    octaves = 0.0 if far.diverged else round(math.log2(far.best / verdict.proxy.best), 1)
+    moved_to = "every run diverged" if far.diverged else f"{far.best:.3g} ({octaves + 0.0:+.1f} octaves)"  # never -0.0
+    words = verdict.moved_words
     return {
         "name": title_of(verdict.rule),
-        "value": verdict.moved_words,
+        "value": f"moves {words}" if words[:1].isdigit() else words,
         "text": f"best {_NAMES[config.axis]} {verdict.proxy.best:.3g} on the dense proxy\n{moved_to} at {_size_of(far)}\n"
         f"{_cost_in_words(verdict)}",
         "tone": verdict.tone,
@@ -197,9 +195,10 @@ def _cost_in_words(verdict: Verdict) -> str:
     value = verdict.proxy.best_value
     costs = {_size_of(curve): curve.excess(value) for curve in verdict.targets if curve.values[0] <= value <= curve.values[-1]}
     if not costs:
-        return f"what {value:.3g}, the proxy's best run, costs is not known yet"
+        return f"what keeping {value:.3g}, the proxy's best, costs is not known yet"
     where = max(costs, key=lambda size: costs[size])
-    return f"{value:.3g}, the proxy's best run, costs at most {_percent(costs[where])} ({where})"
+    cost = f"at most {_percent(costs[where])} ({where})" if costs[where] else "nothing on any target"
+    return f"keeping {value:.3g}, the proxy's best, costs {cost}"
 
 
 def _farthest_moved(verdict: Verdict) -> Curve:
@@ -222,20 +221,29 @@ def _read_so_far(config: TransferConfig, study: Study) -> Findings:
             verdicts.append(Verdict(rule, settled[0], tuple(settled[1:])))
             panel = _with_move(panel, verdicts[-1])
         drawn.append(panel)
-    doubt = _unsettled(open_setups, len(drawn) * len(drawn[0].lines)) if open_setups else ""
-    first = (
-        headline(verdicts, _NAMES[config.axis], so_far=True, unsettled=[setup.rule for setup in open_setups])
-        or "No optimum of a target is known yet."
-    )
+    name = _NAMES[config.axis]
+    if not verdicts:
+        return Findings(_what_to_see(name), drawn, results, f"Not known yet: no target has its best {name}.")
+    doubt = _unsettled(open_setups, len(drawn) * len(drawn[0].lines), name) if open_setups else ""
+    first = headline(verdicts, name, so_far=True, unsettled=[setup.rule for setup in open_setups])
     answers, doubts = [_answer(config, verdict) for verdict in verdicts], (doubt,) if doubt else ()
     return Findings(doubt, drawn, results, first, answers, doubts)
 
 
-def _unsettled(setups: Sequence[Setup], num_curves: int) -> str:
-    """Which optima may still move; their number, if there are many."""
+def _what_to_see(name: str) -> str:
+    """How to read the curves, for a reader who has no verdict yet."""
+    return (
+        f"Each curve is the loss of one model over the {name}. Under a rule by which the {name} transfers, all curves are "
+        "lowest where the proxy's is, at the dotted line."
+    )
+
+
+def _unsettled(setups: Sequence[Setup], num_curves: int, name: str) -> str:
+    """Which best values may still move; their number, if there are many."""
     if len(setups) > 2:
-        return f"{len(setups)} of {num_curves} optima are not settled yet."
-    return f"The optimum is not settled yet: {_named(setups)}."
+        return f"{len(setups)} of {num_curves} curves may still get another best {name}."
+    several = "s" if len(setups) > 1 else ""
+    return f"The best {name} may still move on {len(setups)} curve{several}: {_named(setups)}."
 
 
 class _Ids:

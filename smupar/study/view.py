@@ -67,11 +67,12 @@ def definition_of(study: Study) -> StudyDefinition:
 
 
 def _nothing_found(read: Callable[[Study], Findings], study: Study) -> Findings:
-    """The findings before any run has ended: only charts with waiting points, if these can be drawn."""
-    panels: Sequence[Panel] = ()
+    """The findings before any run has ended: charts with waiting points and how to read them, if these can be drawn."""
+    panels, sentence = (), ""
     with contextlib.suppress(ValueError):
-        panels = read(study).panels
-    return Findings("", panels, (), "No run has ended yet.")
+        found = read(study)
+        panels, sentence = tuple(found.panels), found.sentence
+    return Findings(sentence, panels, (), "No result yet: the first runs have not ended.")
 
 
 def left_out(study: Study) -> str:
@@ -117,7 +118,7 @@ class StudyView:
         self._refresh()
         signs, waiting = read_signs(self.study.folder), self._waiting()
         results = self.study.results()
-        findings, charts = self._read(waiting)
+        findings, charts = self._read(waiting, is_open=bool(waiting) or signs.is_running)
         rows = self._rows(results, waiting, signs)
         progress = progress_of(rows, signs)
         found = " ".join(findings.doubts) if findings.answers else findings.sentence  # the cards show the rest
@@ -135,7 +136,7 @@ class StudyView:
             "command": self._described["command"],
             "folder": str(self.study.folder),
             "details": [("Configuration", json.dumps(self._described["definition"], indent=1))],
-            "is_live": bool(waiting) and signs.is_running,
+            "is_live": signs.is_running,
             "made": time.time(),
         }
 
@@ -168,12 +169,13 @@ class StudyView:
             self._described = described
             self._definition = self._given or definition_of(self.study)
 
-    def _read(self, waiting: Iterable[str]) -> tuple[Findings, list[Chart]]:
-        """The findings and charts of the study. They are read again only if a run has ended since."""
-        state = len(self.study.ended), sorted(waiting), self._described, self._beside()
+    def _read(self, waiting: Iterable[str], *, is_open: bool) -> tuple[Findings, list[Chart]]:
+        """The findings and charts of the study. They are read again only if a run has ended since. ``is_open``: whether more
+        runs may follow."""
+        state = len(self.study.ended), sorted(waiting), self._described, self._beside(), is_open
         if self._found is None or self._found[0] != state:
             definition = self.definition
-            read = (definition.read_so_far or definition.read) if state[1] else definition.read
+            read = (definition.read_so_far or definition.read) if is_open else definition.read
             findings = read(self.study) if self.study.ended else _nothing_found(read, self.study)
             self._found = state, findings, [chart_of(panel) for panel in findings.panels]
         return self._found[1:]
@@ -349,7 +351,9 @@ def _shown_rule(row: Mapping[str, Any], of_dense_runs: str) -> str:
 
 def progress_of(rows: Sequence[Mapping[str, Any]], signs: Signs) -> PageProgress:
     states = [row["state"] for row in rows]
-    speeds = [worker["tokens_per_second"] for worker in signs.workers if worker["state"] == "running"]
+    working = [worker for worker in signs.workers if worker["state"] == "running"]
+    speeds = [worker["tokens_per_second"] for worker in working]
+    is_between = bool(working) and not {"running", "stalled"} & set(states)
     return {
         "done": states.count("finished") + states.count("diverged"),
         "running": states.count("running"),
@@ -357,6 +361,9 @@ def progress_of(rows: Sequence[Mapping[str, Any]], signs: Signs) -> PageProgress
         "diverged": states.count("diverged"),
         "stalled": states.count("stalled"),
         "total": len(rows),
+        "doing": next((worker["doing"] for worker in working if worker["doing"]), "starting the next run")
+        if is_between
+        else "",
         "seconds_left": signs.seconds_left if signs.seconds_left is None else math.ceil(signs.seconds_left),
         "tokens_per_second": sum(speed or 0.0 for speed in speeds) or None,
         "workers": list(signs.workers),

@@ -130,6 +130,7 @@ def _progress(rows: Sequence[Mapping[str, Any]]) -> PageProgress:
         "diverged": states.count("diverged"),
         "stalled": 0,
         "total": len(rows),
+        "doing": "",
         "seconds_left": max(known, default=None),
         "tokens_per_second": sum(speeds) or None,
         "workers": [],

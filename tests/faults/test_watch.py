@@ -18,10 +18,10 @@ LIVE = {
     "host": "elsewhere",
     "pid": 1,
     "device": "cpu",
-    "share_done": 0.5,
+    "doing": "",
+    "seconds_left": 60.0,
     "tokens_per_second": 1.0,
     "runs": {},
-    "started": 0.0,
     "advanced": 0.0,
     "time": 0.0,
 }

@@ -59,6 +59,17 @@ def test_time_left_follows_from_growth_and_not_from_the_start():
     assert clock.left(210.0) > 500  # nothing has grown for long
 
 
+def test_time_in_which_nothing_can_grow_does_not_count():
+    clock = Clock(0.0)
+    for second in range(11):
+        clock.note(float(second), second / 100)
+    for second in range(11, 111):
+        clock.note(float(second), 0.1, is_working=False)  # compiling
+    assert clock.left(110.0) == pytest.approx(90.0)
+    clock.note(111.0, 0.11)
+    assert clock.left(111.0) == pytest.approx(89.0)
+
+
 @pytest.mark.parametrize(
     ("seconds", "words"), [(0, "0:00"), (65, "1:05"), (3599.6, "1:00:00"), (11220, "3:07:00"), (183600, "2d 03:00")]
 )

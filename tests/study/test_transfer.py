@@ -258,7 +258,7 @@ def test_headline_names_the_rules_under_which_the_best_value_transfers():
     assert headline(verdicts, "init std", so_far=True) == f"So far the init std {whole}"
     assert headline(verdicts[:2], "learning rate") == "The learning rate does not transfer under SP and muP."
     assert headline(verdicts, "learning rate", so_far=True, unsettled=["smupar", "sp"]) == (
-        "So far the learning rate does not transfer under SP and muP, SmuPar stays within 2x, with runs to come."
+        "So far the learning rate does not transfer under SP and muP; SmuPar stays within 2x, with runs to come."
     )
     assert headline([], "learning rate") == ""
 
@@ -273,6 +273,6 @@ def test_card_has_the_most_that_the_best_run_of_the_proxy_costs_on_targets_that_
     def cost(*targets):
         return _answer(config, Verdict("sp", proxy, targets))["text"].splitlines()[-1]
 
-    assert cost(dense, sparse) == "0.002, the proxy's best run, costs at most 50.0% (density 1, width 64)"
-    assert cost(sparse) == "0.002, the proxy's best run, costs at most 10.0% (density 1/4, width 64)"
-    assert cost(begun) == "what 0.002, the proxy's best run, costs is not known yet"
+    assert cost(dense, sparse) == "keeping 0.002, the proxy's best, costs at most 50.0% (density 1, width 64)"
+    assert cost(sparse) == "keeping 0.002, the proxy's best, costs at most 10.0% (density 1/4, width 64)"
+    assert cost(begun) == "what keeping 0.002, the proxy's best, costs is not known yet"

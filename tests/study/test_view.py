@@ -35,9 +35,9 @@ def test_finished_transfer_study_says_how_far_optima_moved(tmp_path):
         document["headline"] == "The learning rate transfers under SmuPar (its best stays within 2x), not under SP."
     )  # 2^-6 to 2^-8, and to 2^-5.5
     sp, smupar = document["answers"]
-    assert (sp["value"], sp["tone"]) == ("4x", "bad")
+    assert (sp["value"], sp["tone"]) == ("moves 4x", "bad")
     assert sp["text"].startswith("best learning rate 0.0156 on the dense proxy\n")
-    assert (smupar["value"], smupar["tone"]) == ("1.4x", "good")
+    assert (smupar["value"], smupar["tone"]) == ("moves 1.4x", "good")
     assert [chart["rule"] for chart in document["charts"]] == ["SP", "SmuPar"]
     chart = document["charts"][0]
     assert chart["marked"][0] == pytest.approx(2**-6)
@@ -50,13 +50,13 @@ def test_unfinished_study_draws_what_ended_and_what_waits(tmp_path):
     left = make_study(tmp_path, num_left_out=6)  # all of SmuPar on the target
     document = StudyView(tmp_path).document()
     assert document["headline"] == "So far the learning rate does not transfer under SP."
-    assert document["sentence"].startswith("The optimum is not settled yet: SmuPar at density 1/4")
+    assert document["sentence"].startswith("The best learning rate may still move on 1 curve: SmuPar at density 1/4")
     target = document["charts"][1]["lines"][1]
     assert [point["y"] for point in target["points"]] == [None] * 6
     assert [point["runs"] for point in target["points"]] == [[run.id] for run in left]
     assert target["best"] is None
     assert document["progress"] | {"workers": 0} == {
-        "done": 18, "running": 0, "waiting": 6, "diverged": 0, "stalled": 0, "total": 24, "seconds_left": None,
+        "done": 18, "running": 0, "waiting": 6, "diverged": 0, "stalled": 0, "total": 24, "seconds_left": None, "doing": "",
         "tokens_per_second": None, "workers": 0,
     }  # fmt: skip
 
@@ -79,11 +79,11 @@ def test_optimum_on_the_edge_counts_once_its_curve_is_whole(tmp_path):
         end_run(tmp_path / "runs" / by_lr[lr].id, by_lr[lr], loss=3 - lr)
     document = StudyView(tmp_path).document()
     assert document["headline"] == "So far the learning rate does not transfer under SP."
-    assert "not settled yet: SmuPar at density 1/4, width 64." in document["sentence"]
+    assert "may still move on 1 curve: SmuPar at density 1/4, width 64." in document["sentence"]
     sp = [row["id"] for row in rows_of(document) if row["rule"] == "SP" and row["sparsity"] == 0.75]
     for run in map(RunConfig.from_json, [(tmp_path / "runs" / id_ / "config.json").read_text() for id_ in sp]):
         end_run(tmp_path / "runs" / run.id, run, loss=3 - run.lr)  # all of SP's runs have ended, the last is the best
-    assert StudyView(tmp_path).document()["answers"][0]["value"] == "4x or further"
+    assert StudyView(tmp_path).document()["answers"][0]["value"] == "moves 4x or further"
 
 
 def test_dense_runs_go_by_the_rules_that_were_asked_for(tmp_path):
@@ -134,8 +134,8 @@ def test_diverged_run_has_no_loss_and_is_counted(tmp_path):
 
 def sign(folder, run, **changes):
     now = time.time()
-    values = {"host": socket.gethostname(), "pid": os.getpid(), "device": "cpu", "share_done": 0.25, "tokens_per_second": 800.0}
-    values |= {"runs": {run: [[4, 3.5], [8, 3.25]]}, "started": now - 60, "advanced": now, "time": now}
+    values = {"host": socket.gethostname(), "pid": os.getpid(), "device": "cpu", "doing": "", "tokens_per_second": 800.0}
+    values |= {"runs": {run: [[4, 3.5], [8, 3.25]]}, "seconds_left": 180.0, "advanced": now, "time": now}
     (folder / "live").mkdir(exist_ok=True)
     (folder / "live" / "x.json").write_text(json.dumps(values | changes))
 
@@ -146,7 +146,8 @@ def test_running_stack_shows_its_losses_speed_and_time_left(tmp_path):
     document = StudyView(tmp_path).document()
     progress = document["progress"]
     assert (progress["running"], progress["waiting"], progress["tokens_per_second"]) == (1, 1, 800.0)
-    assert progress["seconds_left"] == pytest.approx(180, abs=2)  # a quarter took a minute
+    assert progress["seconds_left"] == pytest.approx(180, abs=2)
+    assert progress["doing"] == ""
     assert document["is_live"]
     assert document["curves"][run.id] == [[4, 3.5], [8, 3.25]]
     (row,) = [row for row in rows_of(document) if row["id"] == run.id]
@@ -170,6 +171,37 @@ def test_process_that_does_not_move_or_is_gone_is_told_apart(tmp_path, changes, 
     assert [worker["state"] for worker in signs.workers] == [state]
     assert signs.states == {run.id: state}
     assert StudyView(tmp_path).document()["is_live"] == (state != "stopped")
+
+
+@pytest.mark.parametrize(
+    ("runs", "doing", "words"), [({}, "building models", "building models"), ("ended", "", "starting the next run")]
+)
+def test_process_between_runs_says_what_it_does(tmp_path, runs, doing, words):
+    make_study(tmp_path, num_left_out=2)
+    ended = next((tmp_path / "runs").iterdir()).name
+    sign(tmp_path, ended, doing=doing, **({"runs": {}} if runs == {} else {}))
+    document = StudyView(tmp_path).document()
+    assert (document["progress"]["running"], document["progress"]["waiting"]) == (0, 2)
+    assert document["progress"]["doing"] == words
+    assert document["is_live"]
+
+
+def test_study_is_alive_from_its_first_check_to_its_last_run(tmp_path, monkeypatch):
+    run = replace(RUN, steps=2, model=replace(RUN.model, width=32), valid_batches=1)
+    sweep = define_sweep(run, {"lr": [0.01, 0.02]})
+    seen = []
+
+    def look():
+        deadline = time.monotonic() + 20
+        while not (signs := read_signs(tmp_path / "study")).is_running and time.monotonic() < deadline:
+            pass  # the thread that writes it has just started
+        seen.append([worker["doing"] for worker in signs.workers])
+
+    stages = [lambda study: (look(), propose(study))[1] for propose in sweep.stages]
+    with run_study(tmp_path / "study", replace(sweep, stages=stages), "", EngineConfig(engine="serial", device="cpu")):
+        pass
+    assert seen == [["checking runs and text"]] * len(seen)
+    assert len(seen) == 2  # before the runs, and after them
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"host": "a"}', "null"])
@@ -236,7 +268,7 @@ def test_best_of_all_diverged_runs_is_not_a_number(tmp_path):
     for run in runs[:3]:
         end_run(tmp_path / "runs" / run.id, run, status="diverged")
     document = StudyView(tmp_path).document()
-    assert document["headline"] == "No optimum of a target is known yet."
+    assert document["headline"] == "Not known yet: no target has its best learning rate."
     assert all(line["best"] is None for chart in document["charts"] for line in chart["lines"])
     assert math.isfinite(document["made"])
     assert CONFIG.values[0] == 2**-9

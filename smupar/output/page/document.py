@@ -76,6 +76,7 @@ class Worker(TypedDict):
     name: str  # host and process
     device: str
     state: Literal["running", "stalled", "stopped"]
+    doing: str  # what it does while it trains no run; "" while it trains
     seen: float  # time of its last sign of life, in seconds since the epoch
     runs: int
     tokens_per_second: float | None
@@ -88,6 +89,7 @@ class PageProgress(TypedDict):
     diverged: int
     stalled: int
     total: int | None  # None if the number is unknown
+    doing: str  # what processes do while no run is trained; "" if runs are trained, or nothing happens
     seconds_left: float | None
     tokens_per_second: float | None
     workers: list[Worker]

@@ -81,7 +81,7 @@ function tracesOf(line, chart, index, context) {
   const points = line.points.filter(isVisible).map((point) => pointOf(point, line, chart, runs));
   const colour = lineColour(line, chart, index), symbol = SYMBOLS[(line.place ?? index) % SYMBOLS.length], size = context.isDense ? 4.5 : 7;
   const done = points.filter((p) => p.state === "finished"), open = points.filter((p) => ["waiting", "running", "stalled"].includes(p.state));
-  const bottom = range ? (context.logY ? range[0] * (range[1] / range[0]) ** 0.03 : range[0] + 0.03 * (range[1] - range[0])) : 0.03;
+  const bottom = range ? (context.logY ? range[0] * (range[1] / range[0]) ** 0.03 : range[0] + 0.03 * (range[1] - range[0])) : context.logY ? 1.07 : 0.03;
   const top = range ? range[1] : 1, clipped = (y) => (range && (y === null || y > top || y < range[0]) ? (y === null ? bottom : y > top ? top : bottom) : (y ?? bottom));
   const traces = [{
     ...marks(done, (p) => p.y, { color: colour, size, symbol: other ? `${symbol}-open` : symbol, line: { width: other ? 1.6 : 0 } }),
@@ -241,7 +241,7 @@ function drawCharts(grid, charts, others, context, frames) {
     frame.plot.style.height = above ? `${heightOf + rowsHeight}px` : "";
     const made = layout({
       xaxis: axis(titled(chart.x_label), { type: logX ? "log" : "linear", range: ends && chart.falls ? ends.reverse() : ends, ...ticks(xs, logX, chart.x_label) }),
-      yaxis: axis(chart.y_label, { type: logY ? "log" : "linear", range: range ? (logY ? range.map(Math.log10) : range) : undefined, nticks: 6, ...(logY ? logTicks(range) : {}), ...(above ? { domain: [0, 1 - share - 0.03] } : {}) }),
+      yaxis: axis(chart.y_label, { type: logY ? "log" : "linear", range: range ? (logY ? range.map(Math.log10) : range) : [0, 1], showticklabels: Boolean(range), nticks: 6, ...(logY ? logTicks(range) : {}), ...(above ? { domain: [0, 1 - share - 0.03] } : {}) }),
       ...(above ? { yaxis2: axisOfRows(chart, share) } : {}), margin, uirevision: `${logX} ${logY}`, shapes: lineAt(chart), annotations: rows.annotations,
     });
     frame.title.textContent = titled(chart.title);

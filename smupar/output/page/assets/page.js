@@ -38,6 +38,8 @@ function answersOf(doc) {
   }));
 }
 
+const workOf = (worker) => (worker.device ? `on ${worker.device}: ` : "") + (worker.runs ? `${worker.runs} run${worker.runs === 1 ? "" : "s"}` : worker.doing || "no run");
+
 /** Progress, workers and command, above the charts or below. Once the runs are done, all are below. Until then, counts are above,
     and so is the command if nothing runs. */
 function progressOf(doc) {
@@ -48,9 +50,9 @@ function progressOf(doc) {
     const segment = (kind, count) => { const part = el("span", { class: kind }); part.style.width = `${(100 * count) / p.total}%`; return part; };
     const count = (n, words, warn) => (n ? el("span", { class: warn ? "warn" : "" }, el("b", {}, number(n)), ` ${words}`) : null);
     const bar = el("div", { class: "bar", role: "img", "aria-label": `${p.done} of ${p.total} runs have ended` }, segment("done", p.done - p.diverged), segment("diverged", p.diverged), segment("running", p.running), segment("stalled", p.stalled));
-    counts.push(el("div", { class: "line" }, bar, el("div", { class: "counts" }, el("span", {}, el("b", {}, `${number(p.done)} of ${number(p.total)}`), " runs done"), count(p.running, "running"), count(p.waiting, "waiting"), count(p.diverged, "diverged", true), count(p.stalled, "stalled", true),
+    counts.push(el("div", { class: "line" }, bar, el("div", { class: "counts" }, el("span", {}, el("b", {}, `${number(p.done)} of ${number(p.total)}`), " runs done"), count(p.running, "running"), p.doing ? el("span", {}, el("b", {}, p.doing)) : null, count(p.waiting, "waiting"), count(p.diverged, "diverged", true), count(p.stalled, "stalled", true),
       p.seconds_left ? el("span", {}, "about ", el("b", {}, span(p.seconds_left)), " left") : null, p.tokens_per_second ? el("span", {}, el("b", {}, short(p.tokens_per_second)), " tokens/s") : null)));
-    if (p.workers.length) workers.push(el("ul", { class: "workers" }, p.workers.slice(0, 12).map((worker) => el("li", {}, el("span", { class: `state ${worker.state}` }, worker.state), ` on ${worker.device}: ${worker.runs} run${worker.runs === 1 ? "" : "s"} (${worker.name})${worker.state === "running" ? "" : `, last sign of life ${span(Date.now() / 1000 - worker.seen)} ago`}`))));
+    if (p.workers.length) workers.push(el("ul", { class: "workers" }, p.workers.slice(0, 12).map((worker) => el("li", {}, el("span", { class: `state ${worker.state}` }, worker.state), ` ${workOf(worker)} (${worker.name})${worker.state === "running" ? "" : `, last sign of life ${span(Date.now() / 1000 - worker.seen)} ago`}`))));
   }
   if (doc.command) {
     command.push(el("div", { class: "command" }, el("span", { class: "note" }, idle ? "Nothing is running. Go on with" : "Command"), el("code", { tabindex: "0" }, doc.command), el("button", { type: "button", class: "quiet", id: "copy", onclick: (event) => copied(doc.command, event.target) }, "Copy")));
@@ -295,10 +297,16 @@ function wentBack() {
   show(key).catch(() => pulse(true));
 }
 
+/** What there is to see as long as no folder holds anything. */
+function emptyPage(missing) {
+  const words = missing.length ? "Nothing to show yet: the folder does not exist." : "Nothing to show yet.";
+  return [el("p", { class: "headline" }, words), el("p", { class: "sentence" }, "Start a study, a check or a run with this folder as its --out, in another terminal. It appears here a few seconds later, without a reload."), ...missing.map((folder) => el("p", { class: "empty" }, folder))];
+}
+
 async function ask() {
   try {
     const listed = await page.source.refresh();
-    if (!listed.length) document.getElementById("main").replaceChildren(...(page.source.waiting.length ? page.source.waiting : ["These folders hold nothing to show yet."]).map((words) => el("p", { class: "empty" }, words)));
+    if (!listed.length) document.getElementById("main").replaceChildren(...emptyPage(page.source.waiting));
     else {
       const entry = listed.find((each) => each.key === page.key), isOverview = page.key === OVERVIEW;
       if (isOverview || !entry) await show(isOverview ? OVERVIEW : keptPlace() ?? firstShown(listed));
