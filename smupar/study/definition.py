@@ -130,7 +130,7 @@ def best_in_words(results: Sequence[Result]) -> str:
     losses = [result.loss for result in best]
     spread = f", the mean of {len(best)} seeds ({min(losses):.4f} to {max(losses):.4f})" if several else ""
     return (
-        f"Of {len(results)} runs, {diverged} diverged; the best ends at a loss of {mean_loss(best):.4f}{spread}: "
+        f"Of {len(results)} run{'s' if len(results) > 1 else ''}, {diverged} diverged; the best ends at a loss of {mean_loss(best):.4f}{spread}: "
         f"{where + ', ' if where else ''}{runs}."
     )
 

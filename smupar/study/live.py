@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from smupar.lm.run.metrics import Row
 
 LIVE, PLANNED = "live", "planned.json"
-_BEAT_SECONDS = 2.0
+_BEAT_SECONDS, _LOOK_SECONDS = 2.0, 0.25  # between signs of life; between looks whether the process does something else
 _SHARE = 0.005  # of the time
 _GONE_SECONDS = 30.0  # without a sign of life
 _STALLED_SECONDS = 300.0  # without a step; the first step may have to be compiled
@@ -77,9 +77,14 @@ def beating(study: Study, progress: ShownProgress) -> Iterator[None]:
     """Writes signs of life of this process during the block."""
     path = study.folder / LIVE / f"{socket.gethostname()}-{os.getpid()}.json"
     last, clock = {"share": 0.0, "at": time.time()}, Clock(time.monotonic())
+    written: tuple[float, object] = (0.0, None)
 
     def beat() -> None:
-        now = time.monotonic()
+        nonlocal written
+        now, work = time.monotonic(), (progress.doing, list(progress.running))
+        if written[1] == work and now < written[0] + _BEAT_SECONDS:
+            return
+        written = now, work
         clock.note(now, progress.share_done, is_working=not progress.doing)
         share = progress.share_done + 1e-9 * sum(len(rows) for rows in progress.running.values())
         if share != last["share"]:
@@ -92,7 +97,7 @@ def beating(study: Study, progress: ShownProgress) -> Iterator[None]:
         temporary.replace(path)
 
     try:
-        with repeated(beat, every=_BEAT_SECONDS, at_once=True):
+        with repeated(beat, every=_LOOK_SECONDS, at_once=True):
             yield
     finally:
         path.unlink(missing_ok=True)

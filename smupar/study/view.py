@@ -68,11 +68,10 @@ def definition_of(study: Study) -> StudyDefinition:
 
 def _nothing_found(read: Callable[[Study], Findings], study: Study) -> Findings:
     """The findings before any run has ended: charts with waiting points and how to read them, if these can be drawn."""
-    panels, sentence = (), ""
+    found = Findings("", (), ())
     with contextlib.suppress(ValueError):
         found = read(study)
-        panels, sentence = tuple(found.panels), found.sentence
-    return Findings(sentence, panels, (), "No result yet: the first runs have not ended.")
+    return Findings(found.sentence, found.panels, (), "No result yet: the first runs have not ended.")
 
 
 def left_out(study: Study) -> str:

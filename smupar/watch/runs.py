@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,7 +52,7 @@ class Runs:
             "table": table_of(rows),
             "progress": _progress(rows),
             "curves": {},
-            "command": "",
+            "command": f"smupar generate {shlex.quote(str(self.folder))}" if _is_finished(rows) else "",
             "folder": str(self.folder),
             "details": [],
             "is_live": bool(running),
@@ -108,12 +109,18 @@ def _last_row(path: Path) -> Mapping[str, Any]:
     return next((row for row in reversed(rows) if row is not None), {})
 
 
+def _is_finished(rows: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether this is a single run that can be sampled from."""
+    return [row["state"] for row in rows] == ["finished"]
+
+
 def _headline(rows: Sequence[Mapping[str, Any]]) -> str:
     if len(rows) == 1:
         [row] = rows
         loss = "no loss yet" if row["loss"] is None else f"loss {row['loss']:.4f}"
         done = f"after {row['steps_done']} of {row['steps']} steps"
-        return f"{row['state'].capitalize()}: {loss} {done}." if row["state"] != "diverged" else f"Diverged {done}."
+        goes_on = " Start its command again: it goes on from its last save." if row["state"] == "stopped" else ""
+        return f"{row['state'].capitalize()}: {loss} {done}.{goes_on}" if row["state"] != "diverged" else f"Diverged {done}."
     best = min((row["loss"] for row in rows if row["loss"] is not None), default=None)
     return f"{len(rows)} runs" + (f", the lowest loss is {best:.4f}." if best is not None else ".")
 

@@ -174,28 +174,32 @@ def test_process_that_does_not_move_or_is_gone_is_told_apart(tmp_path, changes, 
 
 
 @pytest.mark.parametrize(
-    ("runs", "doing", "words"), [({}, "building models", "building models"), ("ended", "", "starting the next run")]
+    ("changes", "words"),
+    [({"runs": {}, "doing": "building models"}, "building models"), ({}, "starting the next run")],  # its run has ended
 )
-def test_process_between_runs_says_what_it_does(tmp_path, runs, doing, words):
+def test_process_between_runs_says_what_it_does(tmp_path, changes, words):
     make_study(tmp_path, num_left_out=2)
     ended = next((tmp_path / "runs").iterdir()).name
-    sign(tmp_path, ended, doing=doing, **({"runs": {}} if runs == {} else {}))
+    sign(tmp_path, ended, **changes)
     document = StudyView(tmp_path).document()
     assert (document["progress"]["running"], document["progress"]["waiting"]) == (0, 2)
     assert document["progress"]["doing"] == words
     assert document["is_live"]
 
 
-def test_study_is_alive_from_its_first_check_to_its_last_run(tmp_path, monkeypatch):
+def test_study_is_alive_from_its_first_check_to_its_last_run(tmp_path):
     run = replace(RUN, steps=2, model=replace(RUN.model, width=32), valid_batches=1)
     sweep = define_sweep(run, {"lr": [0.01, 0.02]})
     seen = []
 
+    def doing():
+        return [worker["doing"] for worker in read_signs(tmp_path / "study").workers]
+
     def look():
         deadline = time.monotonic() + 20
-        while not (signs := read_signs(tmp_path / "study")).is_running and time.monotonic() < deadline:
-            pass  # the thread that writes it has just started
-        seen.append([worker["doing"] for worker in signs.workers])
+        while doing() != ["checking runs and text"] and time.monotonic() < deadline:
+            pass  # a thread writes it
+        seen.append(doing())
 
     stages = [lambda study: (look(), propose(study))[1] for propose in sweep.stages]
     with run_study(tmp_path / "study", replace(sweep, stages=stages), "", EngineConfig(engine="serial", device="cpu")):

@@ -55,7 +55,7 @@ function progressOf(doc) {
     if (p.workers.length) workers.push(el("ul", { class: "workers" }, p.workers.slice(0, 12).map((worker) => el("li", {}, el("span", { class: `state ${worker.state}` }, worker.state), ` ${workOf(worker)} (${worker.name})${worker.state === "running" ? "" : `, last sign of life ${span(Date.now() / 1000 - worker.seen)} ago`}`))));
   }
   if (doc.command) {
-    command.push(el("div", { class: "command" }, el("span", { class: "note" }, idle ? "Nothing is running. Go on with" : "Command"), el("code", { tabindex: "0" }, doc.command), el("button", { type: "button", class: "quiet", id: "copy", onclick: (event) => copied(doc.command, event.target) }, "Copy")));
+    command.push(el("div", { class: "command" }, el("span", { class: "note" }, idle ? "Nothing is running. Go on with" : doc.kind === "runs" ? "Sample from it" : "Command"), el("code", { tabindex: "0" }, doc.command), el("button", { type: "button", class: "quiet", id: "copy", onclick: (event) => copied(doc.command, event.target) }, "Copy")));
   }
   if (isDone) return { above: null, below: boxed(counts, workers, command) };
   return idle ? { above: boxed(counts, command), below: boxed(workers) } : { above: boxed(counts), below: boxed(workers, command) };
@@ -229,14 +229,14 @@ function open(ids) {
 }
 
 function drawDocuments() {
-  const listed = page.source.list(), nav = document.getElementById("documents");
-  if (listed.length < 2) { nav.replaceChildren(); nav.dataset.made = ""; return; }
-  const made = JSON.stringify([page.key, listed.map((each) => [each.key, each.is_live, each.title, each.folder])]);
+  const listed = page.source.list(), nav = document.getElementById("documents"), missing = (page.source.waiting || []).map((words) => el("span", { class: "note" }, words));
+  if (listed.length < 2) { nav.replaceChildren(...missing); nav.dataset.made = ""; return; }
+  const made = JSON.stringify([page.key, missing.length, listed.map((each) => [each.key, each.is_live, each.title, each.folder])]);
   if (nav.dataset.made === made) return; // so that focus stays
   nav.dataset.made = made;
   const overview = listed.length < MANY ? [] : [el("button", { type: "button", "aria-current": String(page.key === OVERVIEW), onclick: () => show(OVERVIEW, true) }, "Overview")];
   if (listed.length > MOST_TABS) { nav.replaceChildren(...overview, pickerOf(listed)); return; }
-  nav.replaceChildren(...overview, ...byPlace(listed).map((each) => el("button", { type: "button", "aria-current": String(each.key === page.key), title: `${each.title}, ${each.folder}`, onclick: () => show(each.key, true) }, el("span", { class: `dot${each.is_live ? " live" : ""}` }), each.folder.split("/").filter(Boolean).slice(-2).join("/") || each.title)));
+  nav.replaceChildren(...overview, ...byPlace(listed).map((each) => el("button", { type: "button", "aria-current": String(each.key === page.key), title: `${each.title}, ${each.folder}`, onclick: () => show(each.key, true) }, el("span", { class: `dot${each.is_live ? " live" : ""}` }), each.folder.split("/").filter(Boolean).slice(-2).join("/") || each.title)), ...missing);
   const current = nav.querySelector("[aria-current=true]");
   if (current) nav.scrollLeft = current.offsetLeft - nav.offsetLeft - 40;
 }
