@@ -125,12 +125,12 @@ def best_in_words(results: Sequence[Result]) -> str:
     """The best run in one sentence. Runs that differ only in their seed count as one, with their mean loss."""
     best = min(by_seeds(results), key=mean_loss)
     diverged = sum(result.summary.status == "diverged" for result in results)
-    several, where = len(best) > 1, _where(best[0], results)
+    several, where, plural = len(best) > 1, _where(best[0], results), "s" if len(results) > 1 else ""
     runs = f"run{'s' if several else ''} {', '.join(result.config.id for result in best)}"
     losses = [result.loss for result in best]
     spread = f", the mean of {len(best)} seeds ({min(losses):.4f} to {max(losses):.4f})" if several else ""
     return (
-        f"Of {len(results)} run{'s' if len(results) > 1 else ''}, {diverged} diverged; the best ends at a loss of {mean_loss(best):.4f}{spread}: "
+        f"Of {len(results)} run{plural}, {diverged} diverged; the best ends at a loss of {mean_loss(best):.4f}{spread}: "
         f"{where + ', ' if where else ''}{runs}."
     )
 

@@ -27,7 +27,7 @@ from smupar.output.page import write_page
 from smupar.output.page.document import Chart, Document, PageProgress, PageTable, finite, thinned
 from smupar.refusals import refuse
 from smupar.rules import get_rule
-from smupar.study.curves import Panel, chart_of
+from smupar.study.curves import chart_of
 from smupar.study.definition import USUAL, Findings, StudyDefinition, varied_columns
 from smupar.study.live import Signs, read_planned, read_signs, repeated
 from smupar.study.reproduction import reproduction_from_json

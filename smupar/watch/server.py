@@ -180,7 +180,7 @@ def _state(watched: Watched, entries: Mapping[str, Entry]) -> dict[str, Any]:
 
 
 def _waiting(folder: Path) -> str:
-    return f"waiting for {folder} to appear"
+    return f"waiting for the first step in {folder}" if folder.exists() else f"waiting for {folder} to appear"
 
 
 def _line(entry: Entry) -> dict[str, Any]:

@@ -161,14 +161,16 @@ class Watched:
         self._lock = threading.Lock()
         for folder in self.folders:
             refuse(
-                folder.exists() and not any(_sources_in(folder)),
+                folder.exists() and not _is_begun(folder) and not any(_sources_in(folder)),
                 f"{folder} holds no study, run, check, reproduction or trace: name the folder of one, or a folder above it",
             )
 
     @property
     def missing(self) -> list[Path]:
-        """The folders that do not exist yet."""
-        return [folder for folder in self.folders if not folder.exists()]
+        """The folders that hold nothing to show yet."""
+        return [
+            folder for folder in self.folders if not folder.exists() or (_is_begun(folder) and not any(_sources_in(folder)))
+        ]
 
     def entries(self) -> dict[str, Entry]:
         """All entries by key. As long as there are no entries, every call searches for sources."""
@@ -186,6 +188,11 @@ class Watched:
                 old = self._entries.get(entry.key)
                 entries[entry.key] = old if old is not None and not _has_other_runs(old.source, source) else entry
         self._entries = entries
+
+
+def _is_begun(folder: Path) -> bool:
+    """Whether a folder is still empty, or holds a run that has not taken a step."""
+    return (folder / "config.json").exists() or not any(folder.iterdir())
 
 
 def _existing(folder: Path) -> Path:

@@ -201,8 +201,11 @@ def test_study_is_alive_from_its_first_check_to_its_last_run(tmp_path):
             pass  # a thread writes it
         seen.append(doing())
 
-    stages = [lambda study: (look(), propose(study))[1] for propose in sweep.stages]
-    with run_study(tmp_path / "study", replace(sweep, stages=stages), "", EngineConfig(engine="serial", device="cpu")):
+    def propose(study):
+        look()
+        return sweep.stages[0](study)
+
+    with run_study(tmp_path / "study", replace(sweep, stages=[propose]), "", EngineConfig(engine="serial", device="cpu")):
         pass
     assert seen == [["checking runs and text"]] * len(seen)
     assert len(seen) == 2  # before the runs, and after them

@@ -213,6 +213,18 @@ def test_watching_says_once_that_it_waits(tmp_path, monkeypatch):
     assert lines[1:] == [f"waiting for {tmp_path / 'demo'} to appear (Ctrl-C to stop)"]
 
 
+def test_folder_that_has_just_been_made_is_waited_for(watch, tmp_path):
+    run = tmp_path / "run"
+    run.mkdir()
+    client = watch(run)
+    assert client.json("/state.json") == {"documents": [], "waiting": [f"waiting for the first step in {run}"]}
+    (run / "config.json").write_text(RUN.to_json())
+    assert client.json("/state.json")["waiting"] == [f"waiting for the first step in {run}"]
+    end_run(run, RUN)
+    state = client.json("/state.json")
+    assert (len(state["documents"]), state["waiting"]) == (1, [])
+
+
 def test_everything_below_a_folder_is_found(watch, tmp_path):
     make_study(tmp_path / "a" / "study")
     for seed in (0, 1):

@@ -299,8 +299,7 @@ function wentBack() {
 
 /** What there is to see as long as no folder holds anything. */
 function emptyPage(missing) {
-  const words = missing.length ? "Nothing to show yet: the folder does not exist." : "Nothing to show yet.";
-  return [el("p", { class: "headline" }, words), el("p", { class: "sentence" }, "Start a study, a check or a run with this folder as its --out, in another terminal. It appears here a few seconds later, without a reload."), ...missing.map((folder) => el("p", { class: "empty" }, folder))];
+  return [el("p", { class: "headline" }, "Nothing to show yet."), el("p", { class: "sentence" }, "Start a study, a check or a run with this folder as its --out, in another terminal. It appears here a few seconds later, without a reload."), ...missing.map((folder) => el("p", { class: "empty" }, folder))];
 }
 
 async function ask() {
