@@ -58,6 +58,8 @@ class Clock:
             self._idle += now - self._noted
         self._noted = now
         now -= self._idle
+        if self.seen and share < self.seen[-1][1]:  # other work has begun
+            self.seen = []
         # Until the share has grown once, the time goes into loading, compiling, or reading a checkpoint.
         if not self.seen or share > self.seen[-1][1]:
             self.seen.append((now, share))

@@ -54,7 +54,7 @@ class StudyProgress:
     def share_done(self) -> float:
         """The share of the work that is done, or the share of the runs if the trainer counts the steps."""
         if self.num_done == self.num_runs:
-            return 1.0
+            return float(self.num_runs > 0)  # 0 before runs are planned
         return min(1.0, max(self.work / self.total_steps, 0.0 if self.work else self.num_done / max(1, self.num_runs)))
 
     def status(self) -> Status:

@@ -59,6 +59,15 @@ def test_time_left_follows_from_growth_and_not_from_the_start():
     assert clock.left(210.0) > 500  # nothing has grown for long
 
 
+def test_time_left_begins_again_with_other_work():
+    clock = Clock(0.0)
+    for second in range(11):
+        clock.note(float(second), second / 10)
+    for second in range(11, 21):
+        clock.note(float(second), (second - 11) / 100)
+    assert clock.left(20.0) == pytest.approx(91.0)
+
+
 def test_time_in_which_nothing_can_grow_does_not_count():
     clock = Clock(0.0)
     for second in range(11):

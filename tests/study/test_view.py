@@ -14,7 +14,8 @@ import pytest
 from smupar.lm.config.run_config import RunConfig
 from smupar.output.page import read_page
 from smupar.study.config import EngineConfig
-from smupar.study.live import read_planned, read_signs, repeated, write_planned
+from smupar.study.live import beating, read_planned, read_signs, repeated, write_planned
+from smupar.study.progress import StudyProgress
 from smupar.study.report import write_report
 from smupar.study.stages import run_study
 from smupar.study.store import Study
@@ -259,6 +260,22 @@ def test_study_leaves_a_page_and_no_traces_of_its_life(tmp_path):
     losses = {result.config.id: result.loss for result in study.results()}
     points = document["charts"][0]["lines"][0]["points"]
     assert [point["y"] for point in points] == pytest.approx([losses[point["runs"][0]] for point in points], rel=1e-5)
+
+
+def test_signs_of_life_hold_the_time_left(tmp_path):
+    study, progress = Study(tmp_path), StudyProgress()
+
+    def left():
+        deadline = time.monotonic() + 20
+        while (seconds := read_signs(tmp_path).seconds_left) is None and time.monotonic() < deadline:
+            progress.steps(1, 1)
+            progress.running = {str(progress.num_steps): []}  # so that a sign is written soon
+        return seconds
+
+    with beating(study, progress):
+        progress.plan([replace(RUN, steps=10**6)], "cpu")
+        progress.begin(RUN)
+        assert left() > 1
 
 
 def test_page_of_a_study_needs_no_torch(tmp_path):
