@@ -257,9 +257,9 @@ def bench_data(*, repeats: int = 3, num_tokens: int = 200_000_000, batch_size: i
     """Times batches of the paper's size from shards of 16-bit tokens on disk, with a warm page cache. Reports the fastest of
     ``repeats`` rounds of ten batches."""
     with tempfile.TemporaryDirectory() as folder:
-        made = np.random.default_rng(0).integers(50257, size=num_tokens, dtype=np.uint16)
-        write_tokens(folder, made, TokenizerInfo("random", 50257, None, ""), shard_tokens=num_tokens // 4)
-        del made
+        random_tokens = np.random.default_rng(0).integers(50257, size=num_tokens, dtype=np.uint16)
+        write_tokens(folder, random_tokens, TokenizerInfo("random", 50257, None, ""), shard_tokens=num_tokens // 4)
+        del random_tokens
         tokens = open_tokens(folder)
         steps = itertools.count()
         best = best_of(

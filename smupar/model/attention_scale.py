@@ -59,7 +59,7 @@ def set_scales(model: nn.Module, plan: Plan, runs: Sequence[Run]) -> None:
         for attention in alike:
             found = [] if changes_for is None else changes_for(attention)
             left += [] if found else [attention]
-            changes += [change for change in found if change.path not in {made.path for made in changes}]
+            changes += [change for change in found if change.path not in {earlier.path for earlier in changes}]
     replaced = [old for old in fresh if old not in left and old.field and not _is_usual(old, plan)]
     if replaced:
         fields = ", ".join(sorted({f"{type(old.module).__name__}.{old.field} = {old.value:g}" for old in replaced}))

@@ -135,7 +135,7 @@ class _Remapping:
 class SparseLinear(nn.Module):
     """An nn.Linear, or transformers' Conv1D, that keeps only its non-zeros.
 
-    ``execute.sparse.backends.compress`` changes the class of a layer to this one. The object, its name, its hooks and its bias
+    ``execute.sparse.compression.compress`` changes the class of a layer to this one. The object, its name, its hooks and its bias
     stay.
     """
 

@@ -209,7 +209,7 @@ def locked(folder: Path) -> Iterator[None]:
     """A context that locks a folder, and makes it if it does not exist. The lock ends with the context or with the process,
     even if the process is killed. At the end, folders that were made here are removed again if they are empty."""
     refuse(folder.exists() and not folder.is_dir(), f"{folder} is a file: choose another --out")
-    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -223,7 +223,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             yield
         finally:
-            _remove_empty(made)
+            _remove_empty(missing)
     finally:
         os.close(handle)
 

@@ -64,12 +64,12 @@ def private_temporary_folder() -> Iterator[Path]:
     for path in Path(tempfile.gettempdir()).iterdir():
         if _is_left_over(path):
             shutil.rmtree(path, ignore_errors=True)
-    made = Path(tempfile.mkdtemp(prefix=f"smupar-{os.getpid()}-"))
+    temporary = Path(tempfile.mkdtemp(prefix=f"smupar-{os.getpid()}-"))
     try:
-        with private_folder(made) as folder:
+        with private_folder(temporary) as folder:
             yield folder
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _is_left_over(path: Path) -> bool:

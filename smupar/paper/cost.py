@@ -63,11 +63,9 @@ def _cost_on_gpus(name: str, fig: Figure, scale: Scale, command: str) -> FigureC
     configs += fig.last(scale) if fig.last else []
     costs = {config.id: estimate(config, micro_batch=1) for config in unique(map(_cost_fields, configs))}
     each = [costs[_cost_fields(config).id] for config in configs]
-    hours, tokens, flops = (
-        sum(cost.hours() for cost in each),
-        sum(cost.num_tokens for cost in each),
-        sum(cost.usual_flops for cost in each),
-    )
+    hours = sum(cost.hours() for cost in each)
+    tokens = sum(cost.num_tokens for cost in each)
+    flops = sum(cost.usual_flops for cost in each)
     largest = max(each, key=lambda cost: cost.num_parameters)
     small, big = min(cost.num_parameters for cost in each), largest.num_parameters
     gib = _bytes(largest) / _GIB

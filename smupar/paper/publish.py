@@ -34,9 +34,9 @@ _FULL_HASH = re.compile(r"^([0-9a-f]{7})[0-9a-f]*")  # what follows, such as -di
 _RUN_AGAIN = "delete it, and run the figure again"
 
 
-def publish(done: Reproduced, scale: Scale, into: str | Path) -> Path:
+def publish(done: Reproduced, scale: Scale, to: str | Path) -> Path:
     """Writes NAME.md, NAME.json and the picture, and the list of all pages."""
-    folder = Path(into)
+    folder = Path(to)
     folder.mkdir(parents=True, exist_ok=True)
     published = _to_publish(done, scale)
     write_atomic(folder / f"{done.name}.json", _compact(published))
@@ -68,10 +68,10 @@ def measured_in(published: dict[str, Any]) -> Any:
     return from_published(published) if from_published else results(published)
 
 
-def refuse_other_scale(into: str | Path, names: Iterable[str], scale: Scale) -> None:
+def refuse_other_scale(folder: str | Path, names: Iterable[str], scale: Scale) -> None:
     """Raises if a page would change its scale, because the handwritten section of a page is about one scale."""
     for name in names:
-        path = Path(into) / f"{name}.json"
+        path = Path(folder) / f"{name}.json"
         if path.exists() and (there := read_published(path)["scale"]) != scale.name:
             raise ValueError(f"{path} was made at scale {there}: publish scale {scale.name} in another folder")
 

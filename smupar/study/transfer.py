@@ -211,7 +211,8 @@ def _read_so_far(config: TransferConfig, study: Study) -> Findings:
     trace = None
     with contextlib.suppress(ValueError, OSError):  # the proxy has no best value yet
         trace = followed_trace(config, study)
-    ids, verdicts, drawn, open_setups = _Ids(config, results, trace), [], [], list[Setup]()
+    ids = _Ids(config, results, trace)
+    verdicts, drawn, open_setups = list[Verdict](), list[Panel](), list[Setup]()
     for rule in config.rules:
         curves = {setup: ids.curve(setup) for setup in setups_of(config) if setup.rule == rule}
         settled = [curve for setup, curve in curves.items() if curve is not None and ids.is_settled(setup, curve)]
@@ -226,8 +227,8 @@ def _read_so_far(config: TransferConfig, study: Study) -> Findings:
         return Findings(_what_to_see(name), drawn, results, f"Not known yet: no target has its best {name}.")
     doubt = _unsettled(open_setups, len(drawn) * len(drawn[0].lines), name) if open_setups else ""
     first = headline(verdicts, name, so_far=True, unsettled=[setup.rule for setup in open_setups])
-    answers, doubts = [_answer(config, verdict) for verdict in verdicts], (doubt,) if doubt else ()
-    return Findings(doubt, drawn, results, first, answers, doubts)
+    answers = [_answer(config, verdict) for verdict in verdicts]
+    return Findings(doubt, drawn, results, first, answers, (doubt,) if doubt else ())
 
 
 def _what_to_see(name: str) -> str:

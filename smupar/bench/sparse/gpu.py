@@ -31,7 +31,7 @@ from smupar.bench.sparse.rows import (
     synced_seconds_of,
 )
 from smupar.execute.cuda_graphs import captured_call
-from smupar.execute.sparse import backends
+from smupar.execute.sparse import backends, compression
 from smupar.execute.sparse.convert import sparsify_storage
 from smupar.execute.sparse.tiles import SlicedEll, multiply, pack
 from smupar.execute.timing import Call, in_turns, training_step
@@ -150,7 +150,7 @@ def _sparse_layer(backend: str, pattern: str, width: int, density: float) -> Spa
     if why := backends.refusal(backend, layer, mask, _HALF):
         raise ValueError(why)
     layer.register_buffer("weight_mask", mask)
-    sparse = backends.compress(layer, mask, backend)
+    sparse = compression.compress(layer, mask, backend)
     sparse.index()
     return sparse
 
@@ -190,9 +190,9 @@ def _product(backend: str, sides: Contestants, repeats: int, machine: Machine) -
         index: Any = backends.kernel_of(backend, _GPU).index(starts, columns, (width, width), 0)
         return index.forward, pack(values, index.forward)
 
-    made = sides.attempt(backend, packed)
-    if made is not None:
-        layout, entries = made
+    layout_and_entries = sides.attempt(backend, packed)
+    if layout_and_entries is not None:
+        layout, entries = layout_and_entries
         sides.add(backend, lambda: multiply(x, layout, entries))
         sides.add(f"{backend} with packing", lambda: multiply(x, layout, pack(values, layout)))
     with warnings.catch_warnings(action="ignore"):  # torch's CSR is in beta
@@ -210,7 +210,7 @@ def _steps(pattern: str, depth: int, backend: str, sides: Contestants, repeats: 
     x, grad = (torch.randn(tokens, width, device=_GPU, dtype=_HALF) for _ in range(2))
     held = {}
 
-    def made(side: str) -> tuple[str, HiddenLayers]:
+    def side_of(side: str) -> tuple[str, HiddenLayers]:
         dense = side == DENSE
         model, plan = hidden_layers(width, depth, 1.0 if dense else density, pattern="random" if dense else pattern)
         model.to(_GPU)
@@ -222,7 +222,7 @@ def _steps(pattern: str, depth: int, backend: str, sides: Contestants, repeats: 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*capturable=True")  # steps outside a graph are intended
         for name in (DENSE, "masked dense", backend, "auto"):
-            found = sides.attempt(name, partial(made, name))
+            found = sides.attempt(name, partial(side_of, name))
             if found is None:
                 continue
             side, model = found

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smupar.execute.cuda_graphs import captured_call
-from smupar.execute.sparse.backends import DENSE, compress, out_dim_of
+from smupar.execute.sparse.backends import DENSE
+from smupar.execute.sparse.compression import compress, out_dim_of
 from smupar.execute.timing import Call, in_turns, seconds_of, training_step
 from smupar.model.sharding import num_ranks
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smupar.execute.sparse import backends
+from smupar.execute.sparse import backends, compression
 from smupar.execute.sparse.auto import Timings, Work, timing_of
 from smupar.execute.sparse.backends import AUTO, BACKENDS, DENSE
 from smupar.model.compressed import SparseLinear
@@ -184,7 +184,9 @@ def _refusal(model: nn.Module, weight: ModelWeight, backend: str, users: Counter
         return None
     parent = model.get_submodule(parent_path(parent_path(weight.name)))
     why = (
-        backends.layer_refusal(weight.module, weight.leaf, parent, users[id(weight.parameter)]) if weight.stores_zeros else None
+        compression.layer_refusal(weight.module, weight.leaf, parent, users[id(weight.parameter)])
+        if weight.stores_zeros
+        else None
     )
     if why is None and backend in BACKENDS:
         why = backends.refusal(backend, weight.module, weight.full_mask(), dtype or weight.parameter.dtype)
@@ -192,7 +194,8 @@ def _refusal(model: nn.Module, weight: ModelWeight, backend: str, users: Counter
 
 
 def _choice(weight: ModelWeight, backend: str, refusal: str | None, work: Work, known: Timings) -> StoredLayer:
-    mask, chosen, seconds, note = weight.full_mask(), DENSE if backend == AUTO else backend, dict[str, float](), refusal or ""
+    mask, seconds = weight.full_mask(), dict[str, float]()
+    chosen, note = DENSE if backend == AUTO else backend, refusal or ""
     if backend == AUTO and refusal is None:
         chosen, seconds, note = _fastest(_with_matrix(weight.module), mask, work, known)
     density = float(torch.count_nonzero(mask)) / mask.numel()
@@ -205,7 +208,7 @@ def _with_matrix(layer: nn.Module) -> nn.Module:
         return layer
     dense = copy.copy(layer)
     dense.__dict__.update(_tensor_dicts(layer))  # copy.copy shares these dictionaries
-    backends.expand(dense)
+    compression.expand(dense)
     return dense
 
 
@@ -213,10 +216,10 @@ def _store(model: nn.Module, chosen: StoredLayer, tried: set[tuple[object, ...]]
     """Stores a layer as it was decided. ``tried`` remembers which kernels have run."""
     layer, mask = model.get_submodule(parent_path(chosen.name)), weight_of(model, chosen.name).full_mask()
     if isinstance(layer, SparseLinear):
-        backends.expand(layer)
+        compression.expand(layer)
     if chosen.backend == DENSE:
         return
-    sparse = backends.compress(layer, mask, chosen.backend)
+    sparse = compression.compress(layer, mask, chosen.backend)
     sparse.index()
     key = chosen.backend, chosen.shape, sparse.out_dim, sparse.weight.dtype, sparse.weight.device
     if sparse.weight.is_cuda and key not in tried:

@@ -57,8 +57,8 @@ class Struct:
     """One of the library's opaque structures."""
 
     def __init__(self) -> None:
-        self.room = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
-        start = ctypes.addressof(self.room)
+        self.buffer = ctypes.create_string_buffer(_BYTES + _ALIGNMENT)
+        start = ctypes.addressof(self.buffer)
         self._as_parameter_ = ctypes.c_void_p(start + -start % _ALIGNMENT)
 
 
@@ -75,22 +75,28 @@ class MatmulPlan:
 
     def __init__(self, shape: tuple[int, int], num_rows: int, device: torch.device) -> None:
         self.shape, self.num_rows, self.handle = shape, num_rows, _handle(device)
-        num_outputs, num_inputs = shape
-        matrix, rows, result, product, self.choice, self.plan = parts = [Struct() for _ in range(6)]
-        by_row, by_column = _CUSPARSE_ORDER_ROW, _CUSPARSE_ORDER_COL
-        matrix_layout = _layout(num_outputs, num_inputs, num_inputs, by_row)
-        _call("StructuredDescriptorInit", self.handle, matrix, *matrix_layout, _CUSPARSELT_SPARSITY_50_PERCENT)
-        _call("DenseDescriptorInit", self.handle, rows, *_layout(num_rows, num_inputs, num_inputs, by_row))
-        _call("DenseDescriptorInit", self.handle, result, *_layout(num_outputs, num_rows, num_outputs, by_column))
-        operations = _CUSPARSE_OPERATION_NON_TRANSPOSE, _CUSPARSE_OPERATION_TRANSPOSE
-        operands = matrix, rows, result, result  # the product is written to the result, plus zero times the old result
+        matrix, rows, result, product = Struct(), Struct(), Struct(), Struct()
+        self.choice, self.plan = Struct(), Struct()
+        self._describe(matrix, rows, result)
+        operations = (_CUSPARSE_OPERATION_NON_TRANSPOSE, _CUSPARSE_OPERATION_TRANSPOSE)
+        operands = (matrix, rows, result, result)  # the product is written to the result, plus zero times the old result
         _call("MatmulDescriptorInit", self.handle, product, *operations, *operands, _CUSPARSE_COMPUTE_32F)
         _call("MatmulAlgSelectionInit", self.handle, self.choice, product, _CUSPARSELT_MATMUL_ALG_DEFAULT)
         _call("MatmulPlanInit", self.handle, self.plan, product, self.choice)
         # No cleanup at exit: the library may already be unloaded then, and the process frees its memory anyway.
-        weakref.finalize(self, _destroy, *parts).atexit = False
+        weakref.finalize(self, _destroy, matrix, rows, result, self.choice, self.plan).atexit = False
         self.one, self.zero = ctypes.c_float(1), ctypes.c_float(0)
         self._measure_workspace()
+
+    def _describe(self, matrix: Struct, rows: Struct, result: Struct) -> None:
+        """Describes the sizes and layouts of the matrices."""
+        num_outputs, num_inputs = self.shape
+        matrix_layout = _layout(num_outputs, num_inputs, num_inputs, _CUSPARSE_ORDER_ROW)
+        rows_layout = _layout(self.num_rows, num_inputs, num_inputs, _CUSPARSE_ORDER_ROW)
+        result_layout = _layout(num_outputs, self.num_rows, num_outputs, _CUSPARSE_ORDER_COL)
+        _call("StructuredDescriptorInit", self.handle, matrix, *matrix_layout, _CUSPARSELT_SPARSITY_50_PERCENT)
+        _call("DenseDescriptorInit", self.handle, rows, *rows_layout)
+        _call("DenseDescriptorInit", self.handle, result, *result_layout)
 
     def search(self, matrix: Tensor, rows: Tensor) -> None:
         """Lets the library time its algorithms, and uses the fastest from then on."""
@@ -133,7 +139,7 @@ def _layout(num_rows: int, num_columns: int, leading: int, order: Any) -> tuple[
     return *sizes, ctypes.c_uint32(_ALIGNMENT), _CUDA_R_16BF, order
 
 
-def _destroy(matrix: Struct, rows: Struct, result: Struct, product: Struct, choice: Struct, plan: Struct) -> None:
+def _destroy(matrix: Struct, rows: Struct, result: Struct, choice: Struct, plan: Struct) -> None:
     """Frees the library's memory for a plan. The descriptor of a product owns no memory, so no function frees it. The choice of
     an algorithm owns memory since version 0.8."""
     library = _library()

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smupar.execute.sparse.backends import AUTO, DENSE, out_dim_of
+from smupar.execute.sparse.backends import AUTO, DENSE
+from smupar.execute.sparse.compression import out_dim_of
 from smupar.execute.sparse.library import NoKernel, library
 from smupar.execute.timing import in_turns, seconds_of
 from smupar.model.csr import row_index

@@ -212,11 +212,11 @@ def _fold_untied(model: PreTrainedModel, plain: PreTrainedModel) -> None:
     factor."""
     head = plain.get_output_embeddings()
     weight = getattr(head, "weight", None)
-    wanted, made = next(outputs(model), None), next(outputs(plain), None)
-    if not isinstance(weight, Tensor) or wanted is None or made is None or wanted.shape != made.shape:
+    expected, output = next(outputs(model), None), next(outputs(plain), None)
+    if not isinstance(weight, Tensor) or expected is None or output is None or expected.shape != output.shape:
         return
-    ratio = float((wanted * made).sum() / made.square().sum())
-    if same([wanted], [ratio * made]):
+    ratio = float((expected * output).sum() / output.square().sum())
+    if same([expected], [ratio * output]):
         weight.mul_(ratio)
 
 
@@ -242,20 +242,20 @@ def outputs(model: PreTrainedModel) -> Iterator[Tensor]:
     for run in forward_passes(model):
         try:
             with quiet(model), torch.no_grad():
-                made: Any = run()
+                result: Any = run()
         except Exception:  # an inner model that needs other inputs
             continue
-        values = (made.get("logits"), made.get("last_hidden_state"), made.get("logits_per_text"))
+        values = (result.get("logits"), result.get("last_hidden_state"), result.get("logits_per_text"))
         yield from (value.float() for value in values if isinstance(value, Tensor))
 
 
-def same(wanted: list[Tensor], made: list[Tensor], tolerance: float = TOLERANCE) -> bool:
-    return difference(wanted, made) <= tolerance
+def same(expected: list[Tensor], found: list[Tensor], tolerance: float = TOLERANCE) -> bool:
+    return difference(expected, found) <= tolerance
 
 
-def difference(wanted: list[Tensor], made: list[Tensor]) -> float:
+def difference(expected: list[Tensor], found: list[Tensor]) -> float:
     """The largest difference between outputs, relative to the largest entry of each."""
-    if len(wanted) != len(made):
+    if len(expected) != len(found):
         return math.inf
-    pairs = zip(wanted, made, strict=True)
+    pairs = zip(expected, found, strict=True)
     return max((float((a - b).abs().max()) / max(float(a.abs().max()), 1e-6) for a, b in pairs), default=0.0)

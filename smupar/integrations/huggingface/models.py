@@ -108,8 +108,8 @@ def _with_small_values(model: nn.Module) -> nn.Module:
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta and parameter.numel() <= _FEW:
-                made = small.setdefault(id(parameter), nn.Parameter(torch.full(parameter.shape, torch.nan, device="cpu")))
-                setattr(module, name, made.requires_grad_(parameter.requires_grad))
+                on_cpu = small.setdefault(id(parameter), nn.Parameter(torch.full(parameter.shape, torch.nan, device="cpu")))
+                setattr(module, name, on_cpu.requires_grad_(parameter.requires_grad))
     # an inner model initialises its own parameters
     owners = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     inits = {module: owner._init_weights for owner in owners for module in owner.modules()}

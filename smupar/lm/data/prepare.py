@@ -275,9 +275,9 @@ def _changed_files(units: Sequence[SourceUnit], progress: PreparationState) -> l
 def _say_if_newer(units: Sequence[SourceUnit], written: Path) -> None:
     """Warns if a file is newer than the shards, since it may hold another text of the same size. A new time does not prove
     that, so it is no error."""
-    made = written.stat().st_mtime
+    prepared_at = written.stat().st_mtime
     files = [(unit.name, Path(unit.name).stat()) for unit in units if unit.size is not None]
-    newer = [name for name, stat in files if max(stat.st_mtime, stat.st_ctime) > made]
+    newer = [name for name, stat in files if max(stat.st_mtime, stat.st_ctime) > prepared_at]
     if newer:
         more = f" and {len(newer) - 1} more were" if len(newer) > 1 else " was"
         print(
@@ -290,8 +290,8 @@ def _say_if_newer(units: Sequence[SourceUnit], written: Path) -> None:
 def _read_progress(path: Path) -> PreparationState:
     remedy = "choose another --out, or delete the folder and prepare it again"
     values = read_object(path, remedy=remedy)
-    there = values.pop("format", None)
-    refuse(there != _PROGRESS_FORMAT, f"{path} has format {there!r} and this version reads {_PROGRESS_FORMAT!r}: {remedy}")
+    found_format = values.pop("format", None)
+    refuse(found_format != _PROGRESS_FORMAT, f"{path} has format {found_format!r} and this version reads {_PROGRESS_FORMAT!r}: {remedy}")
     progress = as_record(PreparationState, values, source=str(path), remedy=remedy)
     if progress.num_units and not progress.finished:  # written by a version that kept no checksums
         return replace(progress, finished=("",) * progress.num_units)

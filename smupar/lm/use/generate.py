@@ -91,7 +91,8 @@ class _OfTransformers:
     """Computes the logits of growing texts with a model of transformers."""
 
     def __init__(self, model: Any, padding: Tensor | None) -> None:
-        self.model, self.padding, self.seen, self.past = model, padding, 0, None
+        self.model, self.padding = model, padding
+        self.seen, self.past = 0, None
 
     def __call__(self, tokens: Tensor) -> Tensor:
         start, self.seen = self.seen, self.seen + tokens.shape[1]

@@ -157,8 +157,8 @@ def _fingerprint(model: nn.Module) -> str:
     """A hash of some of the weights, to tell models apart. Reading all weights would take as long as loading them."""
     digest = hashlib.sha256()
     for name, parameter in model.named_parameters():
-        some = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)].float().cpu()
-        digest.update(f"{name}{tuple(parameter.shape)}".encode() + some.numpy().tobytes())
+        sample = parameter.detach().flatten()[:: max(1, parameter.numel() // 64)].float().cpu()
+        digest.update(f"{name}{tuple(parameter.shape)}".encode() + sample.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

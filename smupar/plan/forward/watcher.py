@@ -86,13 +86,13 @@ def _record_output(operations: Operations, output: object) -> None:
     usage, judged = operations.usage, set[str]()
     for part in _by_weight(output):
         flows = [(tensor, operations.known_of(tensor).flow) for tensor in _tensors(part)]
-        made = [(tensor, flow) for tensor, flow in flows if flow.writers]
-        usage.outputs = usage.outputs or [Output(tuple(tensor.shape), flow.is_normed) for tensor, flow in made]
-        for _, flow in made:
+        weighted = [(tensor, flow) for tensor, flow in flows if flow.writers]
+        usage.outputs = usage.outputs or [Output(tuple(tensor.shape), flow.is_normed) for tensor, flow in weighted]
+        for _, flow in weighted:
             for use in (usage.uses[name] for name in flow.writers - judged):
                 use.makes_output |= not flow.is_normed
                 use.makes_normed_output |= flow.is_normed
-        judged |= frozenset[str]().union(*(flow.writers for _, flow in made))
+        judged |= frozenset[str]().union(*(flow.writers for _, flow in weighted))
     for tensor in _tensors(output):
         operations.use_numbers(operations.known_of(tensor).flow)
 

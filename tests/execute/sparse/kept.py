@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from smupar.execute.sparse.backends import compress
+from smupar.execute.sparse.compression import compress
 from smupar.execute.sparse.cpu import Compiled, Torch
 from smupar.model.compressed import SparseLinear
 from tests.support import loops

@@ -16,7 +16,8 @@ from torch import nn
 import smupar
 from smupar.bench.sparse.compare import bench_sparse
 from smupar.execute.sparse import auto, gpu, tiles
-from smupar.execute.sparse.backends import compress, missing
+from smupar.execute.sparse.backends import missing
+from smupar.execute.sparse.compression import compress
 from smupar.lm.config.run_config import Execution, ModelConfig, RunConfig
 from smupar.lm.run.train import train as lm_train
 from smupar.lm.use.load import load_run

@@ -12,8 +12,9 @@ from torch import nn
 from smupar.execute import cuda_graphs as graphs
 from smupar.execute.sparse import backends, block, cslt, gpu, semi, tiles
 from smupar.execute.sparse.auto import Timing
-from smupar.execute.sparse.backends import compress, kernel_of, missing, refusal
+from smupar.execute.sparse.backends import kernel_of, missing, refusal
 from smupar.execute.sparse.block import Blocks, block_size, blocks_index
+from smupar.execute.sparse.compression import compress
 from smupar.execute.sparse.cpu import CpuIndex
 from smupar.execute.sparse.semi import SemiStructured, tile_codes
 from smupar.execute.sparse.tiles import Tiles, shared_bytes, sliced_ell, tile_tokens

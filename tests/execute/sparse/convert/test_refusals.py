@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import smupar
-from smupar.execute.sparse import backends, convert
-from smupar.execute.sparse.backends import compress
+from smupar.execute.sparse import compression, convert
+from smupar.execute.sparse.compression import compress
 from smupar.execute.sparse.cpu import Compiled
 from smupar.model.compressed import SparseLinear
 from smupar.model.parameterize import mask_of
@@ -131,7 +131,7 @@ def test_failure_in_the_middle_leaves_the_model_as_it_was(monkeypatch, place, nu
     for model in (dense, sparse):
         with monkeypatch.context() as patch:
             if place == "conversion":
-                patch.setattr(backends, "compress", failing_at(compress, number))
+                patch.setattr(compression, "compress", failing_at(compress, number))
             else:
                 patch.setattr(Compiled, "index", failing_at(Compiled.index, number))
             assert_untouched(model, lambda model=model: smupar.sparsify_storage(model, plan, backend="csr"), "no room")
