@@ -135,8 +135,8 @@ class _Remapping:
 class SparseLinear(nn.Module):
     """An nn.Linear, or transformers' Conv1D, that keeps only its non-zeros.
 
-    ``execute.sparse.compression.compress`` changes the class of a layer to this one. The object, its name, its hooks and its bias
-    stay.
+    ``compress`` in ``execute/sparse/compression`` changes the class of a layer to this one. The object, its name, its hooks and
+    its bias stay.
     """
 
     weight: nn.Parameter
