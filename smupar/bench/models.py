@@ -33,7 +33,8 @@ from smupar.lm.model.gpt import GPT, on_meta, plan_on_meta, use_flex_attention
 from smupar.lm.run.distributed import World, pick_device
 from smupar.lm.run.stack import GPTStack
 from smupar.lm.run.step import Stepper, next_token_loss
-from smupar.model.parameterize import mask_of, parameterize
+from smupar.model.attached import mask_of
+from smupar.model.parameterize import parameterize
 from smupar.refusals import refuse
 from smupar.updates.trace import Trace
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from smupar.dynamic.policies import POOLS, largest_masks, num_kept
-from smupar.model.parameterize import unwrapped
+from smupar.model.attached import unwrapped
 from smupar.model.sharding import whole
 from smupar.model.weights import ModelWeight, hidden_weights
 from smupar.plan.masks.allocations import Allocation, allocate

@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from smupar.dynamic.moves import MaskMover
 from smupar.dynamic.policies import MaskGoal, Rounds, density_factor, init_factor
 from smupar.dynamic.restart import Restart
+from smupar.model.attached import check_parameterized, check_plan, let_masks_move, unwrapped
 from smupar.model.compressed import MaskChange
-from smupar.model.parameterize import add_masks, attach, check_parameterized, check_plan, let_masks_move, unwrapped
+from smupar.model.parameterize import add_masks, attach
 from smupar.model.seam import Step, optimizers, seam_of
 from smupar.model.sharding import local, num_ranks
 from smupar.model.weights import ModelWeight, hidden_weights, weight_of

@@ -25,7 +25,8 @@ except ModuleNotFoundError as error:
 from smupar.dynamic.sparsifiers import Sparsifier
 from smupar.integrations.start_check import check_start
 from smupar.integrations.state import carry_state
-from smupar.model.parameterize import add_masks, attach, is_parameterized, mask_of, parameterize
+from smupar.model.attached import is_parameterized, mask_of
+from smupar.model.parameterize import add_masks, attach, parameterize
 from smupar.optim.groups import param_groups
 from smupar.plan.make import Settings
 from smupar.plan.plan import Plan

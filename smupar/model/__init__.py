@@ -1,6 +1,7 @@
 """Puts a plan into a model, and gives the packages above access to its weights.
 
 parameterize     ``parameterize``, ``attach``: masks, init, forward factors, hooks
+hooks            puts hooks and buffers on a model; attached: the mark of a parameterized model, and questions about it
 attention_scale  ``set_attention_scale``
 queries          finds the layer that makes the queries of an attention module, by watching a forward pass
 factors          forward factors: the buffers and hooks that multiply by them

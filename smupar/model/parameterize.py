@@ -17,42 +17,25 @@ If an optimizer's updates mix entries, its weights are also masked after each st
 
 from __future__ import annotations
 
-import sys
-import threading
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from smupar.model.attention_scale import apply_attention
-from smupar.model.csr import MASK, expand_state, is_compressed
-from smupar.model.factors import BRANCH, FACTOR, no_broadcast, set_branch_factor, set_factor
-from smupar.model.gradients import gradient_mask
+from smupar.model.attached import MARK, check_not_compiled, check_plan, unwrapped
+from smupar.model.csr import MASK
+from smupar.model.factors import BRANCH, FACTOR
+from smupar.model.hooks import mask_updates, put_on
 from smupar.model.init import initialise, padding_rows, plan_resets
-from smupar.model.relayout import watch_optimizers
-from smupar.model.seam import Step, on_every_step, optimizers, seam_of
-from smupar.model.sharding import is_sharded, zero_off_mask
+from smupar.model.seam import optimizers, seam_of
+from smupar.model.sharding import is_sharded
 from smupar.model.weights import hidden_weights, weight_of
-from smupar.plan.facts.optimizers import facts_of
 from smupar.plan.make import MaskSetting, Settings, cautions, planned, warn
 from smupar.plan.masks.patterns import read_masks
 from smupar.plan.plan import Plan, PlanWarning
-from smupar.plan.roles.parameters import parent_path
-from smupar.plan.scales.multipliers import set_multiplier
 from smupar.refusals import refuse
-
-_MARK = "_smupar_attached"
-
-
-@dataclass(frozen=True)
-class _Attached:
-    """The mark on the root module of a parameterized model."""
-
-    masked: tuple[str, ...] = ()  # names of the parameters that have masks
-    masks_move: bool = False  # whether the masks may differ from the plan's
 
 
 def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None, **settings: Unpack[Settings]) -> Plan:
@@ -110,7 +93,7 @@ def parameterize(model: nn.Module, *, base: nn.Module, reset: bool | None = None
         for row in plan:
             parameter = parameters[row.name]
             initialise(parameter, row, masks.get(row.name), plan.seed, padding=padding.get(id(parameter)))
-    _attach(model, plan, masks)
+    put_on(model, plan, masks)
     return plan
 
 
@@ -130,7 +113,7 @@ def attach(model: nn.Module, plan: Plan, optimizer: Any = None, *, masks: MaskSe
     with torch.device("cpu"):
         new = _masks(plan, given, missing)
     _warn_of_other_zeros(model, {name: mask for name, mask in new.items() if name not in given})
-    _attach(model, plan, new)
+    put_on(model, plan, new)
     for inner in optimizers(optimizer):
         seam_of(inner).add(mask_updates, mask=mask_updates)
 
@@ -156,64 +139,10 @@ def _warn_of_other_zeros(model: nn.Module, drawn: Mapping[str, Tensor]) -> None:
             return
 
 
-def check_plan(model: nn.Module, plan: Plan) -> None:
-    names = {name: weight_of(model, name).shape for name, _ in model.named_parameters()}
-    unknown = [row.name for row in plan if names.get(row.name) != row.shape]
-    if unknown:
-        raise ValueError(
-            f"the plan belongs to another model or width, since {len(unknown)} parameters differ: it has {unknown[0]!r} as "
-            f"{plan[unknown[0]].shape}, this model {names.get(unknown[0], 'has none')}; make a plan for this model"
-        )
-
-
-def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's module inside torch.compile, DDP or DataParallel, which add prefixes to all names."""
-    while True:
-        if isinstance(getattr(model, "_orig_mod", None), nn.Module):  # checked by attribute, to avoid importing torch._dynamo
-            model = model._orig_mod  # type: ignore[assignment]
-        elif isinstance(model, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            model = model.module
-        else:
-            return model
-
-
-def is_parameterized(model: nn.Module) -> bool:
-    return hasattr(model, _MARK)
-
-
-def check_parameterized(model: nn.Module, remedy: str = "first (smupar.attach on a loaded one)") -> None:
-    """Refuses a model that is not parameterized. ``remedy`` says when to parameterize it."""
-    refuse(not is_parameterized(model), f"this model is not parameterized: call smupar.parameterize {remedy}")
-
-
-def check_not_compiled(model: nn.Module, remedy: str) -> None:
-    """Refuses a model with a compiled module, since compiled code keeps the hooks and weights that it was compiled with."""
-    for path, module in model.named_modules():
-        refuse(module._compiled_call_impl is not None, f"{path or 'the model'!r} is compiled already {remedy}")
-
-
-def let_masks_move(model: nn.Module) -> None:
-    """Records on the model that its masks may differ from the plan's from now on."""
-    setattr(model, _MARK, replace(_attached(model), masks_move=True))
-
-
-def masks_move(model: nn.Module) -> bool:
-    return _attached(model).masks_move
-
-
-def _attached(model: nn.Module) -> _Attached:
-    return getattr(model, _MARK, _Attached())
-
-
-def mask_of(model: nn.Module, name: str) -> Tensor | None:
-    """The mask of a parameter: its buffer, or a new tensor if only non-zeros are kept; None if there is no mask."""
-    return weight_of(model, name).mask
-
-
 def add_masks(model: nn.Module, plan: Plan) -> None:
     """Gives every hidden weight without a mask a mask of ones, which can move later."""
     missing = [weight for weight in hidden_weights(model, plan).values() if not weight.is_masked]
-    _attach(model, plan, {weight.name: weight.full_mask() for weight in missing})
+    put_on(model, plan, {weight.name: weight.full_mask() for weight in missing})
 
 
 # Before anything changes
@@ -228,7 +157,7 @@ def _refuse(model: nn.Module) -> None:
     check_not_compiled(model, "and would ignore new hooks: parameterize before you compile")
     for path, module in model.named_modules():
         refuse(
-            any(hasattr(module, mark) for mark in (_MARK, FACTOR, BRANCH)),
+            any(hasattr(module, mark) for mark in (MARK, FACTOR, BRANCH)),
             f"{'this model' if not path else repr(path)} is parameterized already. Build a fresh model to parameterize it "
             "again; to restore hooks after a copy use smupar.attach(model, plan).",
         )
@@ -265,98 +194,3 @@ def _masks(plan: Plan, given: Mapping[str, Tensor], wanted: set[str] | None = No
     names = [row.name for row in plan if row.masked and (wanted is None or row.name in wanted)]
     masks = {n: given[n].to("cpu", torch.bool, copy=True) if n in given else plan.draw_mask(n) for n in names}
     return {name: mask for name, mask in masks.items() if mask is not None}
-
-
-# Hooks
-
-
-@torch.no_grad()
-def mask_updates(step: Step) -> None:
-    """Masks the weights of an optimizer. Weights off the mask were 0 before the step, so this masks the update."""
-    for group in step.optimizer.param_groups:
-        for parameter in group["params"]:
-            masked = gradient_mask(parameter)
-            if masked is not None:
-                zero_off_mask(parameter, getattr(masked.module, masked.mask_leaf))
-
-
-def _attach(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
-    """Does the work of ``attach``. ``masks`` are the masks that the model still lacks."""
-    _let_compilers_see_hooks()
-    for number in plan.multipliers:
-        if number.is_set:
-            set_multiplier(model, number.path, number.name, number.base_value)
-    apply_attention(model, plan)
-    on_every_step("mask", mask_updates, lambda optimizer: facts_of(optimizer).mixes_entries)
-    rows = [(row, weight_of(model, row.name)) for row in plan]
-    for row, weight in rows:
-        weight.attach(masks.get(row.name))
-        for path, factor in row.forward:
-            set_factor(model.get_submodule(path), factor, weight.parameter)
-    for path, factor in plan.branches:
-        set_branch_factor(model.get_submodule(path), factor, next(model.parameters()))
-    # These weights have a mask from the plan, or a mask of ones that will move.
-    masked = {weight.name: weight for _, weight in rows if weight.is_masked}
-    no_broadcast(model, (name for weight in masked.values() for name in weight.mask_buffers))
-    no_broadcast(model, (f"{path}.{FACTOR}" for row, _ in rows for path, _ in row.forward))
-    no_broadcast(model, (f"{path}.{BRANCH}" for path, _ in plan.branches))
-    if not all(weight.stores_zeros for weight in masked.values()):
-        watch_optimizers(model, ())  # copied and unpickled models are not registered yet
-    if not hasattr(model, _MARK):
-        model.register_load_state_dict_pre_hook(_before_load)
-        model.register_load_state_dict_post_hook(_after_load)
-    setattr(model, _MARK, replace(_attached(model), masked=tuple(masked)))
-
-
-def _let_compilers_see_hooks() -> None:
-    """Makes torch.compile check hooks. By default it does not, and a model with hooks would run code that was compiled for the
-    same model without hooks. Each thread has its own settings of torch.compile."""
-    may_have_compiled = "torch._dynamo" in sys.modules
-    import torch._dynamo  # every optimizer imports this as well
-
-    if torch._dynamo.config.skip_nnmodule_hook_guards:
-        torch._dynamo.config.skip_nnmodule_hook_guards = False
-        # Code that was compiled earlier does not check hooks, so it is dropped. Only the main thread does so, since other
-        # threads may be making models at the same time.
-        if may_have_compiled and threading.current_thread() is threading.main_thread():
-            torch._dynamo.reset()
-
-
-# Checkpoints
-
-
-def _before_load(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Prepares a state dict for loading. Weights that it stores as non-zeros are expanded, and masks that it lacks are taken
-    from the model."""
-    masked = _every_name(model, _attached(model).masked)
-    for name in masked:
-        if is_compressed(state, f"{prefix}{name}") and (weight := weight_of(model, name)).stores_zeros:
-            expand_state(state, f"{prefix}{name}", weight.shape)
-    keys = {name: f"{prefix}{name}" for name in masked if f"{prefix}{name}" in state}
-    absent = [name for name, key in keys.items() if f"{key}{MASK}" not in state and not is_compressed(state, key)]
-    for name in absent:
-        state[f"{prefix}{name}{MASK}"] = mask_of(model, name)
-    if absent:
-        warnings.warn(
-            f"the checkpoint holds no mask for {len(absent)} sparse parameters ({absent[0]!r}, ...): "
-            "the model's own masks stay, and weights off the mask become 0",
-            PlanWarning,
-            stacklevel=6,
-        )
-
-
-def _every_name(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """All names of these parameters. A state dict has one entry for each name of a module that is used in several places."""
-    modules: dict[int, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        modules.setdefault(id(module), []).append(path)
-    places = ((modules[id(model.get_submodule(parent_path(name)))], name.rpartition(".")[2]) for name in names)
-    return [f"{path}.{leaf}".lstrip(".") for paths, leaf in places for path in paths]
-
-
-@torch.no_grad()
-def _after_load(model: nn.Module, _: Any) -> None:
-    """Sets weights off the mask to 0, and gives parameters that ``assign=True`` replaced their hooks again."""
-    for weight in (weight_of(model, name) for name in _attached(model).masked):
-        weight.attach()
-        weight.zero_off_mask()

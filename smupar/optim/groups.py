@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smupar.model.parameterize import attach, check_parameterized, unwrapped
+from smupar.model.attached import check_parameterized, unwrapped
+from smupar.model.parameterize import attach
 from smupar.plan.facts.optimizers import OptimizerFacts, decouples_decay, facts_of, family_of, has_adamw_beside
 from smupar.plan.globs import match_globs
 from smupar.plan.plan import Plan, PlanRow, PlanWarning

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from smupar.model.parameterize import unwrapped
+from smupar.model.attached import unwrapped
 from smupar.model.seam import Step, optimizers, seam_of
 from smupar.plan.plan import Plan
 

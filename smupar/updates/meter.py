@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from smupar.model.attached import check_not_compiled, check_parameterized, unwrapped
 from smupar.model.factors import no_broadcast
-from smupar.model.parameterize import check_not_compiled, check_parameterized, unwrapped
 from smupar.model.seam import Step, optimizers, seam_of
 from smupar.model.sharding import num_ranks
 from smupar.model.weights import hidden_weights

@@ -3,7 +3,7 @@
 import torch
 
 import smupar
-from smupar.model.parameterize import mask_of
+from smupar.model.attached import mask_of
 from tests.support.loops import adamw, make_step, state_of, tokens_of
 from tests.support.models import TokenNet, on_meta
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import smupar
-from smupar.model.parameterize import mask_of
+from smupar.model.attached import mask_of
 from tests.dynamic.moving import SIZES, assert_nothing_off_mask, counts, hidden_of, make, masks_of, train
 from tests.support.loops import adamw, assert_same_tensors, loss_of, tokens_of
 from tests.support.models import TokenNet, on_meta

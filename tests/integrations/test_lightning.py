@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import smupar
 from smupar.integrations.lightning import SmuparCallback
-from smupar.model.parameterize import is_parameterized, mask_of
+from smupar.model.attached import is_parameterized, mask_of
 from smupar.updates.observation import Observation
 
 HIDDEN = "layers.2.weight"

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from smupar.model.parameterize import mask_updates
+from smupar.model.hooks import mask_updates
 from smupar.model.seam import AFTER, BEFORE, optimizers, seam_of
 from tests.support.models import sequential
 

@@ -17,7 +17,7 @@ from smupar.check.audit.findings import AuditError, Finding
 from smupar.check.audit.forward import branch_findings, factor_findings
 from smupar.check.audit.optimizers import optimizer_findings
 from smupar.check.audit.weights import weight_findings
-from smupar.model.parameterize import masks_move, unwrapped
+from smupar.model.attached import masks_move, unwrapped
 from smupar.model.seam import optimizers
 from smupar.model.weights import weight_of
 from smupar.optim.guard import guard, num_steps

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from smupar.check.audit.findings import Finding
-from smupar.model.parameterize import masks_move
+from smupar.model.attached import masks_move
 from smupar.model.sharding import whole
 from smupar.model.weights import ModelWeight
 from smupar.plan.facts.layers import padding_row

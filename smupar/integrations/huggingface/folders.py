@@ -17,9 +17,10 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
 from smupar.integrations.huggingface.folding import folded, has_two_factors, outputs, same
 from smupar.integrations.huggingface.inputs import forward_passes
+from smupar.model.attached import let_masks_move
 from smupar.model.attention_scale import set_scales
 from smupar.model.csr import MASK, expand_state, is_compressed
-from smupar.model.parameterize import add_masks, attach, let_masks_move
+from smupar.model.parameterize import add_masks, attach
 from smupar.model.weights import weight_of
 from smupar.output.checksums import SUMS, UncheckedWarning, check_sums, write_sums
 from smupar.output.files import refuse_existing, whole_folder, write_atomic

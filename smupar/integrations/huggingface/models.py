@@ -16,6 +16,7 @@ from smupar.integrations.huggingface.families import FAMILIES, base_config
 from smupar.integrations.huggingface.folders import keep_plan
 from smupar.integrations.huggingface.inputs import fitting, forward_passes
 from smupar.model import parameterize as apply
+from smupar.model.attached import unwrapped
 from smupar.model.attention_scale import call, set_scales
 from smupar.plan.forward.run_copy import Example, copied_to
 from smupar.plan.make import Settings
@@ -133,7 +134,7 @@ def _check_model(model: nn.Module) -> None:
         "parameterize and train the model without them, or merge them first (merge_and_unload)",
     )
     if not isinstance(model, PreTrainedModel):
-        is_wrapped = apply.unwrapped(model) is not model
+        is_wrapped = unwrapped(model) is not model
         remedy = "parameterize first, then compile or wrap it" if is_wrapped else "use smupar.parameterize for others"
         raise ValueError(f"a {type(model).__name__} is not a model of transformers: {remedy}")
     refuse(

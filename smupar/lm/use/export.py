@@ -16,9 +16,9 @@ from smupar.lm.model.gpt import GPT, attentions, blocks, residual_factor
 from smupar.lm.run import checkpoint
 from smupar.lm.run.folder import read_corpus_info, read_summary
 from smupar.lm.use.load import EXPORT_FORMAT, LoadedRun, load_run
+from smupar.model.attached import mask_of
 from smupar.model.csr import compress_export
 from smupar.model.factors import BRANCH, FACTOR
-from smupar.model.parameterize import mask_of
 from smupar.output.checksums import write_sums
 from smupar.output.files import refuse_existing, whole_folder, write_atomic
 from smupar.output.json_files import write_sealed

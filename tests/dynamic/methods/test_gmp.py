@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import smupar
+from smupar.model.attached import mask_of
 from smupar.model.gradients import gradient_mask
-from smupar.model.parameterize import add_masks, mask_of
+from smupar.model.parameterize import add_masks
 from tests.dynamic.moving import (
     SIZES,
     assert_nothing_off_mask,

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import smupar
+from smupar.model.attached import mask_of
 from smupar.model.gradients import gradient_mask
-from smupar.model.parameterize import mask_of
 from smupar.optim.layer_rates import layer_rates
 from tests.dynamic.moving import SIZES, assert_nothing_off_mask, counts, make, masks_of, moving, optimize, ready, share
 from tests.support.loops import adamw, assert_same_tensors, loss_of, tokens_of, used_lrs, weights_of

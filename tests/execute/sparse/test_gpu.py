@@ -21,8 +21,8 @@ from smupar.execute.sparse.compression import compress
 from smupar.lm.config.run_config import Execution, ModelConfig, RunConfig
 from smupar.lm.run.train import train as lm_train
 from smupar.lm.use.load import load_run
+from smupar.model.attached import mask_of
 from smupar.model.compressed import SparseLinear
-from smupar.model.parameterize import mask_of
 from smupar.plan.masks.patterns import generator, parse_pattern
 from tests.execute.sparse.kept import HIDDEN, relative
 from tests.support.models import Conv1D, TokenNet

@@ -10,7 +10,7 @@ from transformers import GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 import smupar
 from smupar.cli.main import main
 from smupar.integrations import huggingface
-from smupar.model.parameterize import mask_of
+from smupar.model.attached import mask_of
 from smupar.output.checksums import UncheckedWarning
 from smupar.study.verify import verify
 from tests.integrations.huggingface.tiny import EVERY_KIND, LLAMA, build, inputs, labelled, logits, trained

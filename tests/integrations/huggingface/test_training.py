@@ -23,7 +23,7 @@ from transformers import (
 
 import smupar
 from smupar.integrations import huggingface
-from smupar.model.parameterize import mask_of
+from smupar.model.attached import mask_of
 from smupar.updates.observation import Observation
 
 VOCAB, STEPS = 32, 12

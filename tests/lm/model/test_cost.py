@@ -13,7 +13,7 @@ from smupar.lm.model.cost import estimate, fitting_micro_batch, forecast, peak_f
 from smupar.lm.model.gpt import build
 from smupar.lm.run.optimizers import make_optimizers
 from smupar.lm.run.step import next_token_loss
-from smupar.model.parameterize import mask_of
+from smupar.model.attached import mask_of
 
 TINY = RunConfig(model=ModelConfig(width=64, depth=2), base_width=32, sparsity=0.75, steps=1, batch_size=2, seq_len=16)
 PAPER = preset("paper-610m")

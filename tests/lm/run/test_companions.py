@@ -22,7 +22,7 @@ from smupar.lm.run.train import train
 from smupar.lm.use.export import export
 from smupar.lm.use.generate import generate
 from smupar.lm.use.load import load_model, load_run
-from smupar.model.parameterize import mask_of
+from smupar.model.attached import mask_of
 from smupar.updates.observation import Observation
 from smupar.updates.trace import Trace
 from tests.lm.run.runs import CPU, HOW, assert_same_run, resumable, rows, stepper_of, tensors

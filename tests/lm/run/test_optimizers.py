@@ -12,7 +12,7 @@ from smupar.lm.run import checkpoint
 from smupar.lm.run.distributed import World
 from smupar.lm.run.optimizers import make_optimizers, set_lr
 from smupar.lm.run.step import next_token_loss
-from smupar.model.parameterize import mask_of
+from smupar.model.attached import mask_of
 from smupar.plan.facts.optimizers import FAMILIES
 
 NAMES = ("adamw", "adam", "sgd", "muon", "lion", "nadam", "radam", "adamax", "rmsprop", "adagrad")

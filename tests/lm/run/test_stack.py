@@ -10,7 +10,7 @@ import torch
 from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.lm.data.batches import open_text
 from smupar.lm.run.stack import STACKABLE_FIELDS, GPTStack, fastest_attention, hyperparameters, stack_key
-from smupar.model.parameterize import mask_of
+from smupar.model.attached import mask_of
 from tests.lm.run.bags import BAG, BASE, DEEP, DEEP_BAG
 from tests.lm.run.runs import CPU, stepper_of
 

@@ -17,7 +17,7 @@ from smupar.lm.model.gpt import GPT
 from smupar.lm.run.train import train
 from smupar.lm.use.export import export
 from smupar.lm.use.load import load_model, load_run
-from smupar.model.parameterize import is_parameterized, mask_of
+from smupar.model.attached import is_parameterized, mask_of
 
 TEXT = b"Tune a small dense model, train wide sparse ones with the same hyperparameters. " * 50
 ROOM = "Make room there (delete files, or have the quota raised) or name another path, then run the same command again"

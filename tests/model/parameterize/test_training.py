@@ -8,7 +8,7 @@ from torch import nn
 
 import smupar
 from smupar.lm.model.gpt import build
-from smupar.model.parameterize import mask_updates
+from smupar.model.hooks import mask_updates
 from smupar.model.seam import seam_of
 from tests.model.parameterize.nets import (
     GPT_CONFIG,

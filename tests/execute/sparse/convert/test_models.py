@@ -17,8 +17,8 @@ from smupar.lm.run import checkpoint
 from smupar.lm.run.distributed import World
 from smupar.lm.run.train import train as lm_train
 from smupar.lm.use.load import load_run
+from smupar.model.attached import mask_of
 from smupar.model.compressed import SparseLinear
-from smupar.model.parameterize import mask_of
 from tests.execute.sparse.kept import HIDDEN, adamw, assert_same_weights, batch, loss_of, net, pair, parameterized, train
 from tests.support.models import VOCAB, Conv1D
 

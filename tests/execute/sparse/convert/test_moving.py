@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import smupar
-from smupar.model.parameterize import mask_of
+from smupar.model.attached import mask_of
 from tests.execute.sparse.kept import (
     HIDDEN,
     adamw,

@@ -8,8 +8,8 @@ import smupar
 from smupar.execute.sparse import compression, convert
 from smupar.execute.sparse.compression import compress
 from smupar.execute.sparse.cpu import Compiled
+from smupar.model.attached import mask_of
 from smupar.model.compressed import SparseLinear
-from smupar.model.parameterize import mask_of
 from tests.execute.sparse.kept import (
     adamw,
     assert_same_weights,

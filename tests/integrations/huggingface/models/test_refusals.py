@@ -14,7 +14,7 @@ import smupar
 from smupar.cli.main import main
 from smupar.integrations import huggingface
 from smupar.lm.use.score import load_scoring_model
-from smupar.model.parameterize import is_parameterized
+from smupar.model.attached import is_parameterized
 from tests.integrations.huggingface.tiny import LLAMA, build, trained
 from tests.support.loops import assert_same_tensors
 
