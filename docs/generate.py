@@ -15,8 +15,8 @@ from smupar import rule_tables
 from smupar.paper.publish import rewrite
 from smupar.plan.facts.layers import IMAGES, LAYERS
 from smupar.plan.facts.optimizers import FAMILIES, OPTIMIZERS
-from smupar.plan.make import DEFAULTS, Settings
 from smupar.plan.roles.table import ASK, DOUBTS, ROLE_TABLE, Case
+from smupar.plan.settings import DEFAULTS, Settings
 
 DOCS = Path(__file__).parent
 END = "<!-- end of the table -->"

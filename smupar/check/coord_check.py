@@ -16,8 +16,8 @@ from smupar.check.coordinates.readings import JUDGED, Reading
 from smupar.check.coordinates.report import Report
 from smupar.check.whole_run.long_run import LongRun
 from smupar.output.progress import Display, Status
-from smupar.plan.make import Settings
 from smupar.plan.plan import Plan
+from smupar.plan.settings import Settings
 from smupar.refusals import refuse
 
 

@@ -28,8 +28,8 @@ from smupar.integrations.state import carry_state
 from smupar.model.attached import is_parameterized, mask_of
 from smupar.model.parameterize import add_masks, attach, parameterize
 from smupar.optim.groups import param_groups
-from smupar.plan.make import Settings
 from smupar.plan.plan import Plan
+from smupar.plan.settings import Settings
 from smupar.refusals import refuse
 from smupar.updates.meter import Follower, Recorder
 from smupar.updates.observation import OBSERVED_FILE

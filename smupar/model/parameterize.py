@@ -32,9 +32,10 @@ from smupar.model.init import initialise, padding_rows, plan_resets
 from smupar.model.seam import optimizers, seam_of
 from smupar.model.sharding import is_sharded
 from smupar.model.weights import hidden_weights, weight_of
-from smupar.plan.make import MaskSetting, Settings, cautions, planned, warn
+from smupar.plan.make import cautions, planned, warn
 from smupar.plan.masks.patterns import read_masks
 from smupar.plan.plan import Plan, PlanWarning
+from smupar.plan.settings import MaskSetting, Settings
 from smupar.refusals import refuse
 
 

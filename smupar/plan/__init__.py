@@ -1,6 +1,8 @@
 """Makes a plan from Table 1, a model and densities. Nothing here changes a model.
 
 make, plan, summary    ``make_plan``, the plan, and the plan in a few lines
+settings               what ``make_plan`` and ``parameterize`` take
+remarks                what a plan remarks, with the notes of the parts below
 reminders              what only the user can set, because hooks cannot
 initial_values         the initial values of parameters
 masks                  which weights are kept, and how many of each layer
@@ -9,5 +11,5 @@ depth                  which layers of model and base correspond; residual branc
 forward                one forward pass, and how it uses each parameter
 scales                 numbers in the model that follow its width: attention scales and others
 facts                  what is known about layers and optimizers
-notes, globs           remarks on a plan; settings by parameter name
+notes, globs           a remark, as text and for programs; settings by parameter name
 """

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import smupar
-from smupar.plan.make import DEFAULTS, Settings
+from smupar.plan.settings import DEFAULTS, Settings
 from tests.plan.nets import ALPHA_INPUT, ALPHA_OUTPUT, HIDDEN, MLP, SIGMA, Blocks, Conv, numbers, own_mask, plan_mlp
 from tests.support.models import on_meta
 

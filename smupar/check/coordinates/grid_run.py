@@ -30,10 +30,10 @@ from smupar.model.seam import optimizers
 from smupar.optim.groups import param_groups
 from smupar.optim.guard import LRRatioWarning, ratio_problem, wrong_groups
 from smupar.plan.facts.layers import has_running_statistics, kind_of
-from smupar.plan.make import Settings
 from smupar.plan.masks.patterns import parse_pattern
 from smupar.plan.plan import Plan, PlanWarning
 from smupar.plan.roles.parameters import parent_path
+from smupar.plan.settings import Settings
 from smupar.refusals import refuse
 from smupar.rules import get_rule
 

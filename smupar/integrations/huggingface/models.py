@@ -19,9 +19,9 @@ from smupar.model import parameterize as apply
 from smupar.model.attached import unwrapped
 from smupar.model.attention_scale import call, set_scales
 from smupar.plan.forward.run_copy import Example, copied_to
-from smupar.plan.make import Settings
 from smupar.plan.notes import Note
 from smupar.plan.plan import Plan, PlanWarning
+from smupar.plan.settings import Settings
 from smupar.refusals import refuse
 
 # If the number of key and value heads does not follow the width, these matrices look like readouts.

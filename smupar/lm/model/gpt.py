@@ -16,9 +16,10 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from smupar.execute.attention_kernels import fused_alibi, fused_attention
 from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.model.parameterize import add_masks, parameterize
-from smupar.plan.make import Settings, cautions, planned, warn
+from smupar.plan.make import cautions, planned, warn
 from smupar.plan.masks.allocations import Allocation, er, erk
 from smupar.plan.plan import Plan
+from smupar.plan.settings import Settings
 
 AttentionKernel = Literal["sdpa", "fused", "products"]
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from smupar.lm.config.run_config import RunConfig
 from smupar.paper.figure import STABLE, Claim, Figure, Rows, curves, panel, swept
 from smupar.paper.settings import Scale
-from smupar.plan.make import MIN_WEIGHTS_PER_NEURON
+from smupar.plan.remarks import MIN_WEIGHTS_PER_NEURON
 from smupar.study.curves import Panel
 from smupar.study.optima import Curve, moved
 
