@@ -6,5 +6,5 @@ settings   the settings of the paper, at several scales
 catalogue  all figures, by name
 reproduce  runs a figure, and judges its claim; page: the page that fills in meanwhile
 stages     which runs a figure needs, in which order; cost: what they would cost
-publish    writes a page with all numbers; published: reads it again
+publish    writes the numbers of a figure, and its page (results_page); published: reads the numbers again
 """

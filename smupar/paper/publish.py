@@ -7,30 +7,22 @@ the commit that made it. The page NAME.md is generated from it, except for its l
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from smupar.lm.config.run_config import RunConfig
-from smupar.lm.run.folder import versions
 from smupar.output.files import write_atomic
 from smupar.output.json_files import SEAL, read_object, read_text, seal_of
-from smupar.paper.catalogue import FIGURES, FINDINGS, figure
-from smupar.paper.figure import Claim, Figure
-from smupar.paper.published import read_published, results
+from smupar.paper.catalogue import figure
+from smupar.paper.figure import Claim
+from smupar.paper.published import read_published, results, run_fields
 from smupar.paper.reproduce import MADE_ON, Reproduced
-from smupar.paper.settings import CLIP, Scale
+from smupar.paper.results_page import BY_HAND, INDEX_HEADING, index, page_of
+from smupar.paper.settings import Scale
 from smupar.study.picture import draw_png
 from smupar.study.store import Result
 
-BY_HAND = "## Where they differ"
-_INDEX_HEADING = "# Results"
 _NOTHING_YET = "Nothing to note yet."
-_ANSWERS = {True: "yes", False: "**no**", None: "cannot tell"}
-_VERDICTS = {True: "Holds", False: "Does not hold", None: "Cannot tell"}
-_FULL_HASH = re.compile(r"^([0-9a-f]{7})[0-9a-f]*")  # what follows, such as -dirty, stays
 _RUN_AGAIN = "delete it, and run the figure again"
 
 
@@ -58,7 +50,7 @@ def rewrite(folder: str | Path) -> None:
         write_atomic(path, _compact({**published, **_claimed(fig.claim(measured))}))
         _write_page(path)
     readme = Path(folder) / "README.md"
-    if readme.exists() and readme.read_text(encoding="utf-8").startswith(_INDEX_HEADING):
+    if readme.exists() and readme.read_text(encoding="utf-8").startswith(INDEX_HEADING):
         write_atomic(readme, index(Path(folder)))
 
 
@@ -76,46 +68,8 @@ def refuse_other_scale(folder: str | Path, names: Iterable[str], scale: Scale) -
             raise ValueError(f"{path} was made at scale {there}: publish scale {scale.name} in another folder")
 
 
-def index(folder: Path) -> str:
-    """The page that lists all pages of a folder, in the paper's order."""
-    paths = {name: folder / f"{name}.json" for name in FIGURES}
-    pages = {name: read_published(path) for name, path in paths.items() if path.exists()}
-    scales = " and ".join(f"`{scale}`" for scale in sorted({page["scale"] for page in pages.values()}))
-    lines = [
-        _INDEX_HEADING,
-        "",
-        f"What has been run at scale {scales}. A claim that does not hold stays here as it is. Claims have parts, and all",
-        "must hold: (5 of 6) means that five do. Runs have weight decay and clipped gradients unless the table says",
-        "otherwise.",
-        "How to run them, and what the scales are: [reproduce](../reproduce.md).",
-        "",
-        "| | what | finding | holds here | runs | GPU minutes |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name in FIGURES:
-        fig, page = figure(name), pages.get(name)
-        about = f"{fig.title} | {fig.finding or ''}"
-        if page is None:
-            lines.append(f"| {name} | {about} | not run yet | | |")
-        else:
-            lines.append(f"| [{name}]({name}.md) | {about} | {_holds(page)} | {len(page['rows'])} | {page['minutes']:.1f} |")
-    lines += ["", "The paper's findings, and what was found of each here:", ""]
-    for number, text in FINDINGS.items():
-        claims = [f"[{name}]({name}.md) {_holds(page)}" for name, page in pages.items() if number == figure(name).finding]
-        lines.append(f"- Finding {number}: {text}. {', '.join(claims) or 'Not run yet'}.")
-    return "\n".join(lines) + "\n"
-
-
-def _holds(published: dict[str, Any]) -> str:
-    """The verdict, with the number of parts that hold if the parts differ."""
-    answers = [part["holds"] for part in published["claims"]]
-    num_yes = answers.count(True)
-    parts = f" ({num_yes} of {len(answers)})" if 0 < num_yes < len(answers) else ""
-    return _ANSWERS[published["holds"]] + parts + _without(published)
-
-
 def _to_publish(done: Reproduced, scale: Scale) -> dict[str, Any]:
-    configs, made_on = [_fields(row.config) for row in done.rows], _made_on(done)
+    configs, made_on = [run_fields(row.config) for row in done.rows], _made_on(done)
     origins = [(row.summary.device, row.summary.versions) for row in done.rows] or (
         [(made_on["device"], made_on)] if made_on else []
     )
@@ -168,13 +122,6 @@ def _slopes(done: Reproduced) -> dict[str, Any]:
     return {"verdicts": check["verdicts"], "slopes": rounded}
 
 
-def _fields(config: RunConfig) -> dict[str, Any]:
-    """The fields of a run by name. Names of the model's fields begin with "model."."""
-    values = asdict(config.portable)
-    model = {f"model.{name}": value for name, value in values.pop("model").items()}
-    return {**model, **values, "betas": list(config.betas)}
-
-
 def _ending(row: Result) -> dict[str, Any]:
     summary = row.summary
     return {
@@ -215,133 +162,7 @@ def _by_hand(page: Path) -> str:
     return read_text(page, remedy="restore it from a copy").partition(BY_HAND)[2].strip() or _NOTHING_YET
 
 
-def page_of(published: dict[str, Any], pictures: Sequence[str], by_hand: str) -> str:
-    name, fig = published["figure"], figure(published["figure"])
-    finding = f" It belongs to Finding {fig.finding}: {FINDINGS[fig.finding]}." if fig.finding else ""
-    lines = [
-        f"# {_heading(name)}: {fig.title}",
-        "",
-        f"**{_VERDICTS[published['holds']]} at scale {published['scale']}{_without(published)}.**",
-        "",
-        *(line for picture in pictures for line in (f"![{fig.title}]({picture})", "")),
-        *(["```text", table.rstrip(), "```", ""] if (table := fig.text() if fig.text else published.get("table")) else []),
-        "## What the paper shows",
-        "",
-        f"{fig.shows}{finding}",
-        "",
-        "## What was run",
-        "",
-        *(_what_was_run(published) if published["rows"] else [_what_was_measured(fig, published)]),
-        "",
-        "```sh",
-        _command(fig, published),
-        "```",
-        "",
-        "## What came out",
-        "",
-        *(line for part in published["claims"] for line in _came_out(Claim(part["holds"], part["text"]))),
-        "",
-        BY_HAND,
-        "",
-        by_hand,
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _came_out(part: Claim) -> list[str]:
-    """The answer of a part and its statement, then its numbers on a line of their own."""
-    return [f"- {_ANSWERS[part.holds]}: {part.statement}", *([f"    - {part.numbers}"] if part.numbers else [])]
-
-
-def _without(published: dict[str, Any]) -> str:
-    """The words ", without ..." if no run has weight decay, or if no run clips gradients."""
-    missing = [
-        what
-        for name, what in (("weight_decay", "weight decay"), ("clip", "clipping"))
-        if published["common"].get(name, 1) in (0, None)
-    ]
-    return f", without {' and '.join(missing)}" if missing else ""
-
-
-def _command(fig: Figure, published: dict[str, Any]) -> str:
-    common = published["common"]
-    flags = [f"--scale {published['scale']}"]
-    if published["rows"]:
-        flags.append(f"--data {common['data']}")
-    if common.get("weight_decay") == 0:
-        flags.append("--weight-decay 0")
-    if published["rows"] and common.get("clip", CLIP) is None:
-        flags.append("--clip 0")
-    if fig.prepare:
-        flags.append("--data-dir TASKS")
-    return f"smupar reproduce {published['figure']} {' '.join(flags)} --publish docs/results"
-
-
-def _heading(name: str) -> str:
-    words = {"fig": "Figure", "tab": "Table"}
-    return f"{words[name[:3]]} {int(name[3:])}" if name[:3] in words else name.capitalize()
-
-
-def _what_was_measured(fig: Figure, published: dict[str, Any]) -> str:
-    made_by = _made_by(published["commits"] or [versions().get("commit", "unknown")])
-    if not fig.what:
-        return "No model is trained."
-    return (
-        f"{fig.what(Scale(published['scale']))} {published['devices'][0]}, {published['minutes']:.1f} minutes in all. {made_by}"
-    )
-
-
-def _made_by(commits: Sequence[str]) -> str:
-    short = [_FULL_HASH.sub(r"\1", commit) for commit in commits]
-    return f"Made by commit{'s' * (len(short) > 1)} {_listed(short)}."
-
-
 def _made_on(done: Reproduced) -> dict[str, Any]:
     """The device and versions of a measurement without runs."""
     path = done.folder / MADE_ON
     return read_object(path, remedy=_RUN_AGAIN) if path.exists() else {}
-
-
-def _what_was_run(published: dict[str, Any]) -> list[str]:
-    configs = [row.config for row in results(published)]
-    first = configs[0]
-    diverged = sum(row["status"] == "diverged" for row in published["rows"])
-    ended_early = f", {diverged} of which diverged" if diverged else ""
-    seeds = sorted({str(config.seed) for config in configs})
-    batches = " and ".join(sorted({f"{config.batch_size} x {config.seq_len}" for config in configs}))
-    return [
-        f"{len(configs)} runs{ended_early}{_missing(published)}: GPTs of {_distinct(configs, 'model.depth')} layers, "
-        f"width {_distinct(configs, 'model.width')} (base {first.base_width}), heads of {first.model.head_dim}, vocabulary "
-        f"{first.model.vocab_size}; {_distinct(configs, 'steps')} steps of {batches} tokens of `{first.data}`, {first.dtype}; "
-        f"density {_densities(configs)}; seed{'s' * (len(seeds) > 1)} {_listed(seeds)}; {_optimizer(configs)}.",
-        f"{'; '.join(published['devices'])}. {published['minutes']:.1f} minutes of training on it, compilation not counted; "
-        f"runs that several figures share are counted in each. {_made_by(published['commits'])} Every run with its "
-        f"configuration and hash: [{published['figure']}.json]({published['figure']}.json).",
-    ]
-
-
-def _missing(published: dict[str, Any]) -> str:
-    return f" ({published['missing']} more are planned)" if published.get("missing") else ""
-
-
-def _optimizer(configs: Sequence[RunConfig]) -> str:
-    kinds = sorted({config.decay for config in configs if config.weight_decay})
-    decay = f"weight decay {_distinct(configs, 'weight_decay')} ({' and '.join(kinds)})" if kinds else "no weight decay"
-    clips = sorted({config.clip for config in configs if config.clip is not None})
-    clipping = f"clipping at {', '.join(f'{clip:g}' for clip in clips)}" if clips else "no clipping"
-    return f"{_distinct(configs, 'optimizer')}, betas {configs[0].betas}, {decay}, {clipping}"
-
-
-def _distinct(configs: Sequence[RunConfig], name: str) -> str:
-    values = sorted({_fields(config)[name] for config in configs})
-    return _listed([f"{value:.4g}" if isinstance(value, float) else str(value) for value in values])
-
-
-def _densities(configs: Sequence[RunConfig]) -> str:
-    values = sorted({1 - (config.sparsity or 0.0) for config in configs}, reverse=True)
-    return _listed([f"1/{1 / value:g}" if value < 1 and (1 / value).is_integer() else f"{value:.4g}" for value in values])
-
-
-def _listed(words: Sequence[str]) -> str:
-    *most, last = words
-    return f"{', '.join(most)} and {last}" if most else last

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,3 +112,10 @@ def _texts(configs: Iterable[RunConfig]) -> dict[str, str]:
     """The sha256 of the texts of these runs, under the names that a study gives them."""
     distinct = {(config.data, config.valid_data): config for config in configs}.values()
     return {_TEXT + info.name: info.sha256 for info in (open_text(config, check=False).info for config in distinct)}
+
+
+def run_fields(config: RunConfig) -> dict[str, Any]:
+    """The fields of a run by name. Names of the model's fields begin with "model."."""
+    values = asdict(config.portable)
+    model = {f"model.{name}": value for name, value in values.pop("model").items()}
+    return {**model, **values, "betas": list(config.betas)}

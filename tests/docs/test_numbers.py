@@ -12,8 +12,8 @@ from statistics import fmean
 
 import pytest
 
-from smupar.paper import publish
 from smupar.paper.catalogue import figure
+from smupar.paper.published import results
 from smupar.rules import get_rule
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +21,7 @@ RESULTS = ROOT / "docs" / "results"
 
 
 def rows(name):
-    return publish.results(json.loads((RESULTS / f"{name}.json").read_text()))
+    return results(json.loads((RESULTS / f"{name}.json").read_text()))
 
 
 def words(page):
@@ -221,7 +221,7 @@ def test_decay_page_has_the_ends_of_drift():
     none, independent = (f"{ends[f'{way}, density 1/32']:.2g}" for way in ("no decay", "independent"))
     page = words("docs/decay.md")
     assert f"At density 1/32 the multiple is {none} at the end without decay, and {independent} with decay 0.1." in page
-    widths = {row.config.model.width for row in publish.results(published)}
+    widths = {row.config.model.width for row in results(published)}
     assert widths == {512}
 
 

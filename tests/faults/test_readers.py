@@ -18,7 +18,7 @@ from smupar.lm.use.load import read_export
 from smupar.lm.use.score import read_requests, read_scores
 from smupar.output.checksums import read_sums
 from smupar.output.json_files import SEAL
-from smupar.paper.publish import read_published, results
+from smupar.paper.published import read_published, results
 from smupar.plan.plan import Plan
 from smupar.study.tune import doubts, read_hps
 from smupar.updates.trace import Trace, TraceReader

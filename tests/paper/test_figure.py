@@ -11,12 +11,12 @@ import pytest
 
 from smupar.check.coordinates.verdict import Slope
 from smupar.lm.config.presets import TABLE_3
-from smupar.paper import publish
 from smupar.paper.catalogue import FIGURES, figure
 from smupar.paper.figure import RULES, USUAL_SPREAD, Claim, all_of, curves, is_stable
 from smupar.paper.figures import fig05 as fig05_module
 from smupar.paper.figures import fig12 as fig12_module
 from smupar.paper.figures import held, tab02, tab03
+from smupar.paper.published import results
 from smupar.paper.settings import Scale
 from smupar.study.optima import Curve, farthest_move
 from smupar.study.store import Study
@@ -202,7 +202,7 @@ def test_usual_spread_of_seeds_is_that_of_figures_6_and_12():
     groups = {}
     for name in ("fig06", "fig12"):
         published = json.loads((RESULTS / f"{name}.json").read_text())
-        for row in publish.results(published):
+        for row in results(published):
             if row.summary.train_loss is not None:
                 groups.setdefault(replace(row.config, seed=0).id, {})[row.config.seed] = row.summary.train_loss
     shares = [stdev(seeds.values()) / fmean(seeds.values()) for seeds in groups.values() if len(seeds) > 1]

@@ -13,8 +13,9 @@ from smupar.lm.data.batches import open_text
 from smupar.paper import publish
 from smupar.paper.catalogue import figure
 from smupar.paper.figure import Claim
-from smupar.paper.published import read_published, restore
+from smupar.paper.published import read_published, restore, results
 from smupar.paper.reproduce import Reproduced, reproduce
+from smupar.paper.results_page import BY_HAND, index, page_of
 from smupar.study.config import EngineConfig
 from smupar.study.store import Study
 from tests.paper.rows import CPU, PAPER, RESULTS, fig06, fig11, parabolas
@@ -82,7 +83,7 @@ PUBLISHED = pytest.mark.parametrize("path", sorted(RESULTS.rglob("*.json")), ids
 @PUBLISHED
 def test_published_numbers_can_be_followed_to_their_runs(path):
     published = json.loads(path.read_text())
-    assert [result.config.id for result in publish.results(published)] == [row["id"] for row in published["rows"]]
+    assert [result.config.id for result in results(published)] == [row["id"] for row in published["rows"]]
     assert all(re.fullmatch("[0-9a-f]{7,40}", row["commit"]) for row in published["rows"])  # not unknown, not dirty
 
 
@@ -91,12 +92,12 @@ def test_published_page_is_what_its_rows_say(path):
     page, published = path.with_suffix(".md").read_text(), json.loads(path.read_text())
     pictures = re.findall(r"!\[[^]]*\]\(([^)]*)\)", page)
     assert all((path.parent / name).exists() for name in pictures)
-    assert page == publish.page_of(published, pictures, page.partition(publish.BY_HAND)[2].strip())
+    assert page == page_of(published, pictures, page.partition(BY_HAND)[2].strip())
 
 
 @PUBLISHED
 def test_page_of_runs_without_decay_says_so_in_its_first_line(path):
-    decays = {result.config.weight_decay for result in publish.results(json.loads(path.read_text()))}
+    decays = {result.config.weight_decay for result in results(json.loads(path.read_text()))}
     first = path.with_suffix(".md").read_text().splitlines()[2]
     assert ("without weight decay" in first) == (decays == {0.0})
 
@@ -111,7 +112,7 @@ def test_published_claims_are_those_of_the_published_rows(path):
 
 
 def test_list_of_results_is_that_of_the_pages():
-    assert (RESULTS / "README.md").read_text() == publish.index(RESULTS)
+    assert (RESULTS / "README.md").read_text() == index(RESULTS)
 
 
 def test_stale_page_and_claim_are_made_again_from_the_rows(tmp_path):
@@ -162,4 +163,4 @@ def test_publishing_again_keeps_what_was_written_by_hand(tmp_path):
         publish.refuse_other_scale(tmp_path / "pages", ["fig05", "fig06"], PAPER)
     publish.refuse_other_scale(tmp_path / "pages", ["fig05", "fig06"], CPU)
     published = json.loads((tmp_path / "pages" / "fig06.json").read_text())
-    assert [result.config.id for result in publish.results(published)] == [row.config.id for row in rows]
+    assert [result.config.id for result in results(published)] == [row.config.id for row in rows]
