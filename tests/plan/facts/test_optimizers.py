@@ -8,7 +8,8 @@ import torch
 from lion_pytorch import Lion
 from torch import nn
 
-from smupar.execute import stacked
+from smupar.execute.stack.gather import SUPPORTED
+from smupar.execute.stack.optimizers import CHANGES
 from smupar.plan.facts.optimizers import FAMILIES, OPTIMIZERS, facts_of, names_with
 
 
@@ -67,7 +68,7 @@ def test_only_optimizers_that_mix_entries_move_weights_without_gradient(name):
 
 
 def test_stack_has_the_updates_that_the_table_says():
-    assert tuple(name.lower() for name in stacked.CHANGES) == names_with("stackable") == stacked.SUPPORTED
+    assert tuple(name.lower() for name in CHANGES) == names_with("stackable") == SUPPORTED
 
 
 def test_optimizer_is_known_by_name_class_and_instance():
