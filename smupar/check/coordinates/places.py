@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from torch import nn
 
 from smupar.check.coordinates.depth import ComparedLayers
-from smupar.plan.facts.layers import kind_of
+from smupar.plan.facts.layers import channel_dim, kind_of
 from smupar.plan.plan import Plan, PlanRow
 from smupar.plan.roles.parameters import parent_path
 
@@ -33,7 +33,8 @@ class Places:
         blocks = {*hidden_parents, *owners, *depth.blocks}
         # path -> (name of the weight, role)
         self.layers = {path: found for path, found in layers.items() if depth.is_measured(path)}
-        # path -> "block", or "logits" for the head
+        self._channels = {path: channel_dim(model.get_submodule(path)) for path in self.layers}
+        # path -> "block", "logits" for the head, or "router"
         self.blocks = {
             path: "block" for path, _ in model.named_modules() if path in blocks and path and depth.is_block_measured(path)
         }
@@ -72,16 +73,20 @@ class Places:
         }
 
     def see_output(self, path: str, shape: Sequence[int]) -> None:
-        """Notes that a block is a head, which makes logits, if its output has the size of a readout inside it. A block that
-        only contains a router is not a head."""
-        if path in self.blocks and tuple(shape[-1:]) in self._readouts_in(path):
-            self.blocks[path] = "logits"
+        """Notes that a block is a head, which makes logits, or that it makes a router's logits: its output has as many neurons
+        as a readout inside it, or as a router that is its only layer."""
+        if path not in self.blocks:
+            return
+        inside = {layer: role for layer, (_, role) in self.layers.items() if layer.startswith(f"{path}.")}
+        alone = set(inside.values()) == {ROUTER}
+        for layer, role in inside.items():
+            if (role == "unembedding" or alone) and self._has_neurons_of(layer, shape):
+                self.blocks[path] = ROUTER if alone else "logits"
 
-    def _readouts_in(self, block: str) -> list[tuple[int, ...]]:
-        """The output sizes of the readouts inside a block."""
-        inside = [path for path, (_, role) in self.layers.items() if role == "unembedding" and path.startswith(f"{block}.")]
-        rows = [self.plan[self.layers[path][0]] for path in inside]
-        return [(size,) for row in rows for dim, size in enumerate(row.shape) if dim not in row.scaling]
+    def _has_neurons_of(self, layer: str, shape: Sequence[int]) -> bool:
+        row, channels = self.plan[self.layers[layer][0]], self._channels[layer]
+        sizes = [size for dim, size in enumerate(row.shape) if dim not in (*row.scaling, *row.in_dims[1:])]
+        return len(shape) >= -channels and shape[channels] in sizes
 
 
 def _layers(model: nn.Module, plan: Plan, growth: Growth) -> Iterator[tuple[str, str, str]]:

@@ -128,8 +128,11 @@ class Neighbours:
 
     def is_beside_experts(self, tensor: ParameterView) -> bool:
         """Whether the module that contains this matrix also contains as many experts as the matrix has fixed outputs. Experts
-        are a list of layers, or tensors of three dimensions whose first dimension counts the experts."""
+        are a list of layers, or tensors of three dimensions whose first dimension counts the experts. A module that contains
+        no other matrix only wraps this one."""
         inside = f"{parent_path(tensor.path)}." if "." in tensor.path else ""
+        while inside and all(other is tensor for other in self.matrices if other.name.startswith(inside)):
+            inside = f"{parent_path(inside[:-1])}." if "." in inside[:-1] else ""
         prefix, sizes = f"{tensor.path}.", {size for dim, size in enumerate(tensor.shape) if dim not in tensor.scaling}
         others = [
             other

@@ -222,6 +222,58 @@ def test_block_that_makes_the_logits_is_judged_as_logits_and_a_block_with_a_rout
     assert report.verdicts == {"smupar": PASS}, report.explain()
 
 
+class ConvolutionalHead(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.inner, self.decoder = nn.Conv2d(width, width, 3, padding=1), nn.Conv2d(width, 5, 1)
+
+    def forward(self, x):
+        return F.interpolate(self.decoder(self.inner(x).tanh()), scale_factor=2)
+
+
+class Gate(nn.Module):
+    """A module around a router and nothing else."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.wg = nn.Conv2d(width, 4, 1)
+
+    def forward(self, x):
+        return self.wg(x)
+
+
+class GatedPicture(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.stem, self.gate, self.inner = nn.Conv2d(3, width, 1), Gate(width), nn.Conv2d(width, width, 1)
+        self.head = ConvolutionalHead(width)
+
+    def forward(self, x):
+        x = self.stem(x).tanh()
+        x = x + self.gate(x).softmax(1).amax(1, keepdim=True) * self.inner(x)
+        return self.head(x).mean((-2, -1))
+
+
+def test_blocks_of_images_are_judged_by_what_they_make():
+    report = check(
+        GatedPicture,
+        batches=batches_of(3, (3, 4, 4), num_classes=5),
+        base_width=64,
+        widths=(64, 256),
+        densities=(1,),
+        steps=3,
+        seeds=3,
+        lr=2**-8,
+        example=torch.randn(2, 3, 4, 4),
+    )
+    assert {one.place: one.role for one in report.readings if one.kind == "block"} == {
+        "gate": "router",
+        "head": "logits",
+        "": "logits",
+    }
+    assert report.verdicts == {"smupar": PASS}, report.explain()
+
+
 @pytest.mark.parametrize(("roles", "expected"), [({"*.gate.weight": "hidden"}, 0.5), ({}, 0)])
 def test_changes_of_a_routers_logits_grow_with_width_if_it_is_hidden_and_not_if_it_is_a_router(roles, expected):
     """The gradient that a hidden router of 4 outputs passes on outgrows all others like sqrt(n). The features below follow it,

@@ -153,3 +153,21 @@ def test_without_an_example_a_matrix_beside_its_experts_is_suggested_to_be_a_rou
     assert (plan["1.gate.weight"].role, plan["1.gate.weight"].init_std) == ("router", 1 / 16)
     other = refusal(mixture_of(make_router, 2)(64), base=mixture_of(make_router, 2)(16))
     assert suggested(other)["*.gate.weight"] != "router"  # three logits for two experts
+
+
+class Wrapped(nn.Module):
+    """As Hunyuan's: a module of its own around the layer."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.wg = nn.Linear(width, 3, bias=False)
+
+    def forward(self, x):
+        return self.wg(x)
+
+
+def test_without_an_example_a_router_inside_a_module_of_its_own_is_suggested_too():
+    error = refusal(mixture_of(Wrapped, 3)(64), base=mixture_of(Wrapped, 3)(16))
+    assert suggested(error)["*.gate.wg.weight"] == "router"
+    other = refusal(mixture_of(Wrapped, 2)(64), base=mixture_of(Wrapped, 2)(16))
+    assert suggested(other)["*.gate.wg.weight"] != "router"
