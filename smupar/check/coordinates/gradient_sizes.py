@@ -20,8 +20,9 @@ Calls = Mapping[str, SampledCall | WholeCall]  # path -> the call of this step, 
 class ExpectedGradients:
     """The sizes by which gradients are divided, so that they can be compared over widths.
 
-    Usually the readout is the last layer. Gradients of the logits do not depend on the width, and all other gradients have
-    passed the readout, with its factor 1/m_d. A readout that other layers follow, such as a router, makes no logits.
+    Usually the readout is the last layer, and all other gradients have passed it, with its factor 1/m_d. They are proportional
+    to the gradient that arrives at its outputs, by which ``verdict`` divides them. A readout that other layers follow, such as
+    a router, makes no logits.
 
     The last layer may instead be a hidden weight from n inputs to a fixed number of outputs, as in CLIP's projection or
     ELECTRA's head. Its init variance is 1/n, so the gradients of its inputs, and of all layers before it, fall as
@@ -34,6 +35,7 @@ class ExpectedGradients:
         self.plan, self.places, self.depth = plan, places, depth
         self.factor = plan.output_factor
         self.inner: set[str] = set()  # readouts after which other layers come
+        self.readouts: list[str] = []  # the last layers, if they are readouts
         self.ends: list[str] = []  # the last layers, if they are hidden weights with outputs of fixed size
 
     def read_order(self, called_modules: Iterable[str]) -> None:
@@ -43,6 +45,7 @@ class ExpectedGradients:
         roles = [layers[path][1] for path in called]
         later = [number for number, role in enumerate(roles) if role != "unembedding"]
         self.inner = {path for path, role in zip(called[: max(later, default=0)], roles, strict=False) if role == "unembedding"}
+        self.readouts = list(takewhile(lambda path: layers[path][1] == "unembedding", reversed(called)))
         if roles and roles[-1] == NARROWING and "unembedding" not in roles:
             self.ends = list(takewhile(lambda path: layers[path][1] == NARROWING, reversed(called)))
             row = self.plan[layers[called[-1]][0]]

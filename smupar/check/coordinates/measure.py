@@ -18,7 +18,7 @@ from smupar.check.coordinates.calls import SampledCall, WholeCall, first_tensor,
 from smupar.check.coordinates.depth import SAME_DEPTH, ComparedLayers
 from smupar.check.coordinates.gradient_sizes import ExpectedGradients, rms
 from smupar.check.coordinates.places import Growth, Places, is_matrix
-from smupar.check.coordinates.readings import CHANGE, DY, GRAD_W, GRAD_X, Cell, Reading, Y
+from smupar.check.coordinates.readings import CHANGE, DY, GRAD_W, GRAD_X, OF_LOSS, Cell, Reading, Y
 from smupar.model.attention_scale import QUERY_FACTOR
 from smupar.plan.plan import Plan
 from smupar.plan.roles.parameters import parent_path
@@ -141,6 +141,9 @@ class SizeRecorder:
     def before_update(self) -> dict[str, Tensor]:
         """Measures the sizes of gradients after the backward pass. Returns the weights, for ``after_update``."""
         parameters, without_gradient = dict(self.model.named_parameters()), self._without_gradient()
+        for path in self.expected.readouts:
+            if path in self._calls and (arriving := self._calls[path].output_grad) is not None:
+                self._note(path, OF_LOSS, arriving)
         weights = {name: parameters[name].detach().clone() for name in self.places.parts}
         for path, (name, _) in self.places.layers.items():
             weight_grad = parameters[name].grad

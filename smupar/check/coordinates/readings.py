@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 Y, GRAD_X, DY, CHANGE, GRAD_W = "Y", "grad X", "dY", "change of Y", "weight gradient"
+OF_LOSS = "gradient of the outputs"  # which arrives at the readouts
 JUDGED = (Y, GRAD_X, DY)
 AXES = ("width", "density", "depth")
 

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from statistics import fmean, linear_regression
 
-from smupar.check.coordinates.places import WIDENING
-from smupar.check.coordinates.readings import AXES, GRAD_X, JUDGED, Reading, Y
+from smupar.check.coordinates.places import NARROWING, ROUTER, WIDENING
+from smupar.check.coordinates.readings import AXES, GRAD_X, JUDGED, OF_LOSS, GridPoint, Reading, Y
 
 PASS, FAIL, EXCEPTION = "pass", "fail", "known exception"
 UNCLEAR = "more seeds"  # the seeds so far allow neither a pass nor a fail
@@ -84,9 +84,13 @@ def slopes(readings: Iterable[Reading]) -> list[Slope]:
 
 
 def _expected_sizes(readings: Iterable[Reading]) -> list[Reading]:
-    """The readings, after some gradients of blocks are divided by their expected growth, sqrt(width). These are blocks whose
-    input has a fixed size, such as a recurrent layer after a narrow embedding: their gradients are sums over the width."""
-    readings = list(readings)
+    """The readings, with gradients divided by what they are proportional to under any rule."""
+    return _per_gradient_of_loss(_per_sum_over_width(list(readings)))
+
+
+def _per_sum_over_width(readings: list[Reading]) -> list[Reading]:
+    """Divides some gradients of blocks by their expected growth, sqrt(width). These are blocks whose input has a fixed size,
+    such as a recurrent layer after a narrow embedding: their gradients are sums over the width."""
     entries: dict[str, dict[int, int]] = defaultdict(dict)  # place -> width -> number of entries
     for reading in readings:
         if reading.kind == "block" and reading.quantity == GRAD_X:
@@ -98,6 +102,27 @@ def _expected_sizes(readings: Iterable[Reading]) -> list[Reading]:
         else reading
         for reading in readings
     ]
+
+
+def _per_gradient_of_loss(readings: list[Reading]) -> list[Reading]:
+    """Divides gradients by the gradient that arrives at the model's outputs. In a squared error that gradient contains the
+    outputs, which are random at first and shrink like 1 / sqrt(width). Layers next to a fixed size were divided by the gradient
+    that arrives at themselves."""
+    arriving: dict[tuple[GridPoint, int, int], list[float]] = defaultdict(list)
+    for reading in readings:
+        if reading.quantity == OF_LOSS and reading.rms > 0:
+            arriving[reading.point, reading.seed, reading.step].append(reading.rms)
+    readouts = {reading.place for reading in readings if reading.quantity == OF_LOSS}
+
+    def divided(reading: Reading) -> Reading:
+        sizes = arriving.get((reading.point, reading.seed, reading.step))
+        is_inner = reading.role == "unembedding" and reading.place not in readouts
+        is_divided = reading.kind == "layer" and (is_inner or reading.role in (WIDENING, NARROWING, ROUTER))
+        if reading.quantity != GRAD_X or sizes is None or is_divided:
+            return reading
+        return replace(reading, rms=reading.rms / math.sqrt(fmean(size**2 for size in sizes)))
+
+    return [divided(reading) for reading in readings]
 
 
 def _fitted(readings: list[Reading], axis: str) -> list[tuple[Slope, list[float]]]:

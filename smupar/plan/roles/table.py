@@ -157,9 +157,8 @@ ROLE_TABLE = (
         "has a scaling input and a fixed output, from which the example makes both the model's output and what layers read",
         lambda t, n: t.reads_scaling and _seen(t).makes_output and _seen(t).is_inside,
         ASK,
-        "makes a part of the model's output, and other layers read it too",
-        "hidden",
-        _input_dims,
+        "makes a part of the model's output (unembedding), as the layers of a flow do, but other layers read it too (hidden)",
+        "unembedding",
     ),
     Case(
         "has a scaling input and a fixed output; in the example, its output times the output of a later weight makes the "

@@ -9,7 +9,7 @@ from torch import nn
 
 import smupar
 from smupar.check.coordinates.places import NARROWING, WIDENING
-from smupar.check.coordinates.readings import CHANGE, DY, GRAD_X, Y
+from smupar.check.coordinates.readings import CHANGE, DY, GRAD_X, OF_LOSS, Y
 from smupar.check.coordinates.verdict import FAIL, PASS
 from tests.architectures.architecture import settle_all
 from tests.check.grid import batches_of, check, size_of, slope_of, twin
@@ -293,3 +293,21 @@ def test_changes_of_a_routers_logits_grow_with_width_if_it_is_hidden_and_not_if_
     assert slope_of(report, "smupar", "2.gate", CHANGE, axis="width", step=7) == pytest.approx(expected, abs=0.25)
     assert {one.role for one in report.readings if one.place == "2.gate"} == {"hidden, narrowing" if roles else "router"}
     assert report.verdicts["smupar"] != FAIL, report.explain()
+
+
+def test_a_squared_error_passes_although_its_gradient_shrinks_with_the_random_outputs():
+    batches = [(x, 0.3 * F.one_hot(targets, 3).float()) for x, targets in batches_of(3, (16,), size=8)]
+    report = check(
+        lambda width: nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 3)),
+        lambda model, batch: F.mse_loss(model(batch[0]), batch[1]),
+        batches=batches,
+        base_width=64,
+        widths=(64, 256),
+        densities=(1,),
+        steps=3,
+        seeds=8,
+        lr=2**-8,
+        alpha_output=4.0,
+    )
+    assert slope_of(report, "smupar", "4", OF_LOSS, axis="width") < -0.35
+    assert report.verdicts == {"smupar": PASS}, report.explain()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from smupar.check.coordinates.places import WIDENING
-from smupar.check.coordinates.readings import CHANGE, DY, GRAD_W, GRAD_X, Y
+from smupar.check.coordinates.readings import CHANGE, DY, GRAD_W, GRAD_X, OF_LOSS, Y
 from smupar.check.coordinates.verdict import DRIFT, EXCEPTION, FAIL, PASS, UNCLEAR, Slope, judge, overall, slopes
 from tests.check.grid import MLP, batches_of, check, one_slope, power_law, reading
 
@@ -260,3 +260,14 @@ def test_gradient_of_a_block_that_reads_a_fixed_size_may_grow_like_a_random_sum(
     (found,) = slopes([replace(one, num_entries=num) for one, num in zip(sizes, num_entries, strict=True)])
     assert found.slope == pytest.approx(slope, abs=1e-9)
     assert found.verdict == verdict
+
+
+def test_gradients_are_judged_relative_to_the_gradient_that_arrives_at_the_outputs():
+    xs, where = (64, 128, 256), {"axis": "width", "quantity": GRAD_X}
+    inside = power_law(-0.5, xs=xs, place="inside", **where)
+    beside = power_law(-0.5, xs=xs, place="beside", role="router", **where)  # was divided by what arrives at itself
+    of_loss = power_law(-0.5, xs=xs, place="head", role="unembedding", axis="width", quantity=OF_LOSS)
+    alone = {one.place: one.slope for one in slopes([*inside, *beside]) if one.step == 1}
+    together = {one.place: one.slope for one in slopes([*inside, *beside, *of_loss]) if one.step == 1}
+    assert alone == pytest.approx({"inside": -0.5, "beside": -0.5})
+    assert together == pytest.approx({"inside": 0.0, "beside": -0.5, "head": -0.5}, abs=1e-9)
