@@ -45,13 +45,7 @@ HIDDEN_LR_SGD = {
 
 def test_rules_are_the_five_of_the_paper():
     assert tuple(rules.RULES) == (*EVERY, "smupar-aligned")
-    assert [rule.title for rule in rules.TABLE_1] == [
-        "SP",
-        "muP",
-        "SmuPar",
-        "muP + SmuPar init only",
-        "muP + SmuPar LR only",
-    ]
+    assert [rule.title for rule in rules.TABLE_1] == ["SP", "muP", "SmuPar", "muP + SmuPar init only", "muP + SmuPar LR only"]
 
 
 @pytest.mark.parametrize("name", EVERY)

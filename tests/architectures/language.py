@@ -169,18 +169,9 @@ DECODERS = [
     decoder("SmolLM3", "SmolLM3ForCausalLM", "SmolLM3Config", lambda w: {"num_key_value_heads": w // 32}),
     decoder("GLM", "GlmForCausalLM", "GlmConfig", grouped),
     decoder("Nemotron", "NemotronForCausalLM", "NemotronConfig", grouped),
+    decoder("GPT-J", "GPTJForCausalLM", "GPTJConfig", lambda w: NO_DROPOUT | {"rotary_dim": 8}, start=gpt_names),
     decoder(
-        "GPT-J",
-        "GPTJForCausalLM",
-        "GPTJConfig",
-        lambda w: NO_DROPOUT | {"rotary_dim": 8},
-        start=gpt_names,
-    ),
-    decoder(
-        "BLOOM",
-        "BloomForCausalLM",
-        "BloomConfig",
-        lambda w: {"n_layer": 2, "n_head": w // HEAD_DIM, "hidden_dropout": 0.0},
+        "BLOOM", "BloomForCausalLM", "BloomConfig", lambda w: {"n_layer": 2, "n_head": w // HEAD_DIM, "hidden_dropout": 0.0}
     ),
     decoder("Falcon", "FalconForCausalLM", "FalconConfig", lambda w: falcon(w) | {"multi_query": True}),
     decoder(
@@ -189,13 +180,7 @@ DECODERS = [
         "FalconConfig",
         lambda w: falcon(w) | {"new_decoder_architecture": True, "num_kv_heads": w // 32},
     ),
-    decoder(
-        "DeepSeek-V3",
-        "DeepseekV3ForCausalLM",
-        "DeepseekV3Config",
-        deepseek,
-        roles=EXPERTS,
-    ),
+    decoder("DeepSeek-V3", "DeepseekV3ForCausalLM", "DeepseekV3Config", deepseek, roles=EXPERTS),
     decoder("Mixtral", "MixtralForCausalLM", "MixtralConfig", experts_of, roles=EXPERTS),
     decoder(
         "Mixtral, experts of fixed size",
@@ -232,16 +217,10 @@ OTHERS = [
         masked_lm("ELECTRA", "ElectraForMaskedLM", "ElectraConfig", embedding_size=32),
         roles={"*embeddings_project.weight": "embedding", "generator_predictions.dense.weight": "hidden"},
     ),
-    replace(
-        masked_lm("ModernBERT", "ModernBertForMaskedLM", "ModernBertConfig", global_attn_every_n_layers=1),
-    ),
+    replace(masked_lm("ModernBERT", "ModernBertForMaskedLM", "ModernBertConfig", global_attn_every_n_layers=1)),
     Architecture("T5", t5, pairs, dict_loss, logits_of),
     Architecture(
-        "T5 v1.1",
-        partial(t5, feed_forward_proj="gated-gelu", tie_word_embeddings=False),
-        pairs,
-        dict_loss,
-        logits_of,
+        "T5 v1.1", partial(t5, feed_forward_proj="gated-gelu", tie_word_embeddings=False), pairs, dict_loss, logits_of
     ),
     Architecture("BART", bart, pairs, dict_loss, logits_of),
     Architecture("Marian", partial(bart, kind="Marian"), pairs, dict_loss, logits_of),

@@ -113,14 +113,7 @@ SEEING = [
     Architecture("SigLIP, classifier", siglip, pictures, dict_loss, logits_of),
     # One picture has 16 positions, which are its tokens.
     Architecture("ConvNeXt", convnext, partial(pictures, num=1), dict_loss, logits_of),
-    Architecture(
-        "CLIP",
-        clip,
-        captioned,
-        dict_loss,
-        similarities,
-        roles={"*patch_embedding.weight": "embedding"},
-    ),
+    Architecture("CLIP", clip, captioned, dict_loss, similarities, roles={"*patch_embedding.weight": "embedding"}),
     Architecture(
         "CLIP, projection of fixed size",
         partial(clip, projection=32),

@@ -293,14 +293,7 @@ def test_lr_zero_with_decay_changes_no_weight():
 
 def test_no_decay_by_globs_and_by_function_agree():
     model, plan = mlp(1 / 4)
-    expected = {
-        "fc1.weight": 0.1,
-        "fc1.bias": 0.0,
-        "fc2.weight": 0.2,
-        "fc2.bias": 0.0,
-        "head.weight": 0.0,
-        "head.bias": 0.0,
-    }
+    expected = {"fc1.weight": 0.1, "fc1.bias": 0.0, "fc2.weight": 0.2, "fc2.bias": 0.0, "head.weight": 0.0, "head.bias": 0.0}
     globs = ["*.bias", "head.weight"]
     for no_decay in (globs, tuple(globs), lambda name, parameter: parameter.ndim < 2 or name.startswith("head")):
         groups = smupar.param_groups(model, plan, lr=0.01, weight_decay=0.1, no_decay=no_decay)

@@ -236,7 +236,7 @@ def test_figure_3_has_a_line_for_each_chance_of_sp():
     loss, gaps, *others = fig03.draw(figure_3_rows())
     names = {line.label: [point.x for point in line.points] for line in loss.lines}
     assert set(names) == {
-        *("SP, 2e-4", "SP, tuned", "SP, tuned, LR x decay as the others", "muP", "SmuPar", "SmuPar, coupled decay"),
+        *("SP, 2e-4", "SP, tuned", "SP, tuned, LR x decay as the others", "muP", "SmuPar", "SmuPar, coupled decay")
     }
     assert names["SmuPar"] == [2048, 256, 64, 16]
     assert {line.label: line.points[0].y for line in gaps.lines}["SP in the paper"] == 11.9

@@ -37,10 +37,7 @@ def test_base_density_gives_mup_at_any_shape_and_density(width, base_width, dens
     assert numbers(plan) == numbers(plan_mlp(width, base_width, rule="mup"))
 
 
-@pytest.mark.parametrize(
-    ("pattern", "density"),
-    [("2:4", 0.5), ("2:4-transposable", 0.5), ("1:4", 0.25), ("block-16", 0.1)],
-)
+@pytest.mark.parametrize(("pattern", "density"), [("2:4", 0.5), ("2:4-transposable", 0.5), ("1:4", 0.25), ("block-16", 0.1)])
 def test_base_density_gives_mup_for_structured_patterns(pattern, density):
     plan = plan_mlp(96, 32, pattern=pattern, density=density, base_density=density)
     assert plan["fc1.weight"].pattern == pattern

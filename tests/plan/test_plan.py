@@ -184,10 +184,7 @@ def test_print_starts_with_the_settings_and_the_sizes():
     assert str(plan).splitlines()[0] == ("rule SmuPar, pattern fan_in, base density 0.5, seed 3; 21,505 parameters, 6,505 kept")
 
 
-@pytest.mark.parametrize(
-    "density",
-    [1.0, 0.25, {"blocks.1.*": 0.25, "blocks.3.*": 0.25, "blocks.10.*": 0.5}],
-)
+@pytest.mark.parametrize("density", [1.0, 0.25, {"blocks.1.*": 0.25, "blocks.3.*": 0.25, "blocks.10.*": 0.5}])
 def test_print_shows_every_parameter_once(density):
     # 11 blocks, so that numbers have one and two digits.
     plan = smupar.make_plan(on_meta(Blocks, 64, 11), base=on_meta(Blocks, 16, 11), density=density)

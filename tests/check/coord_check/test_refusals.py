@@ -66,10 +66,7 @@ REFUSED = [
     ),
     ({"optimizer": lambda model, plan: None}, "returned no optimizer"),
     *(
-        (
-            {"optimizer": lambda model, plan: None, name: 0.1},
-            "sets the learning rate and the decay: leave out lr=",
-        )
+        ({"optimizer": lambda model, plan: None, name: 0.1}, "sets the learning rate and the decay: leave out lr=")
         for name in ("lr", "weight_decay")
     ),
 ]

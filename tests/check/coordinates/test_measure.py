@@ -14,18 +14,7 @@ from smupar.check.coordinates.measure import SizeRecorder
 from smupar.check.coordinates.readings import CHANGE, DY, GRAD_W, GRAD_X, Y
 from smupar.lm.config.run_config import ModelConfig
 from smupar.lm.model.gpt import GPT
-from tests.check.grid import (
-    CNN,
-    Fork,
-    Tied,
-    Transposed,
-    batches_of,
-    check,
-    size_of,
-    token_batches,
-    trained_once,
-    twin,
-)
+from tests.check.grid import CNN, Fork, Tied, Transposed, batches_of, check, size_of, token_batches, trained_once, twin
 from tests.support.loops import loss_of
 
 

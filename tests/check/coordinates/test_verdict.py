@@ -159,12 +159,7 @@ def test_confidence_interval_pools_places_of_one_kind_and_no_others():
     # Squares 0.02 of a and 0 of b over 2 + 2 degrees of freedom: variance 0.005, t = 2.78.
     pooled = 2.78 * math.sqrt(0.005) / math.sqrt(3)
     assert found == pytest.approx(
-        {
-            ("a", Y): pooled,
-            ("b", Y): pooled,
-            ("c", Y): 4.30 * 0.5 / math.sqrt(3),
-            ("a", DY): 4.30 * 0.05 / math.sqrt(3),
-        },
+        {("a", Y): pooled, ("b", Y): pooled, ("c", Y): 4.30 * 0.5 / math.sqrt(3), ("a", DY): 4.30 * 0.05 / math.sqrt(3)},
         abs=1e-6,
     )
 

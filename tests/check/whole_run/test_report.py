@@ -24,10 +24,7 @@ def seen(density, slope, *, decay=0.1, lr=None, moved=None, alignment=1.0):
     lrs = lr or [1e-3 * (1 - step / 600) for step in STEPS]
     decays = decay if isinstance(decay, dict) else dict.fromkeys(LAYERS, decay)
     sizes = {
-        DY: {
-            "fc2.weight": [0.1 * density**-0.2] * len(STEPS),
-            "fc3.weight": [0.1 * density ** slope(step) for step in STEPS],
-        },
+        DY: {"fc2.weight": [0.1 * density**-0.2] * len(STEPS), "fc3.weight": [0.1 * density ** slope(step) for step in STEPS]},
         LR: dict.fromkeys(LAYERS, lrs),
         DECAY: {
             name: [rate * share(step) if callable(share) else rate * share for rate, step in zip(lrs, STEPS, strict=True)]

@@ -44,10 +44,7 @@ KINDS = {
     ),
     "llama": (LlamaForCausalLM, LlamaConfig(**LLAMA)),
     "gpt_neox": (GPTNeoXForCausalLM, GPTNeoXConfig(**SMALL, **BLOCKS, intermediate_size=256)),
-    "vit": (
-        ViTForImageClassification,
-        ViTConfig(**BLOCKS, intermediate_size=256, image_size=8, patch_size=4, num_labels=4),
-    ),
+    "vit": (ViTForImageClassification, ViTConfig(**BLOCKS, intermediate_size=256, image_size=8, patch_size=4, num_labels=4)),
 }
 
 

@@ -202,7 +202,7 @@ def test_long_file_gives_the_tokens_it_gives_in_one_piece():
     assert [shard.num_documents for shard in read_index("out").shards] == [0, 0, 0, 1]
 
 
-def test_pieces_end_behind_a_line_between_words_if_there_is_one():
+def test_pieces_end_after_a_line_or_between_words_if_there_is_one():
     assert cut_at("aaaa\nbbbb\ncc\n\n  dd") == len("aaaa\nbbbb\n")
     assert cut_at("aaaa bbbb\n\n\n") == len("aaaa bbbb\n\n")
     assert cut_at("aaaa bbbb cccc") == len("aaaa bbbb")
@@ -244,7 +244,7 @@ def test_numbers_below_one_raise():
 
 # Going on.
 
-# Prepares in a process of its own, which kills itself before or behind a certain rename: they are the only moments at which
+# Prepares in a process of its own, which kills itself before or after a certain rename: they are the only moments at which
 # anything changes for a later process. Batches are small here, so that they end at other places than in this process.
 _SCRIPT = """
 import json, os, resource, signal, sys

@@ -64,19 +64,22 @@ def test_run_saved_on_one_rank_goes_on_with_two_and_accumulates(one_rank, short,
     assert_same_curve(folder, one_rank, 1e-5)
 
 
-def test_muon_runs_on_two_sharded_ranks_as_on_one(short, tmp_path):
-    muon = replace(short, optimizer="muon", lr=0.01, rest_lr=2**-8, steps=5)
-    train(muon, replace(CURVE, out=str(tmp_path / "one")))
-    two_ranks(muon, replace(CURVE, out=str(tmp_path / "two"), parallel="fsdp"))
-    assert_same_curve(tmp_path / "two", tmp_path / "one", 1e-3)
+def with_muon(run):
+    return replace(run, optimizer="muon", lr=0.01, rest_lr=2**-8, steps=5)
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_branches_are_divided_on_two_ranks_as_on_one(short, tmp_path, parallel):
-    deep = replace(short, model=replace(short.model, depth=4), base_depth=1, steps=5)
-    train(deep, replace(CURVE, out=str(tmp_path / "one")))
-    two_ranks(deep, replace(CURVE, out=str(tmp_path / "two"), parallel=parallel))
-    assert_same_curve(tmp_path / "two", tmp_path / "one", 1e-5)
+def with_branches_to_divide(run):
+    return replace(run, model=replace(run.model, depth=4), base_depth=1, steps=5)
+
+
+@pytest.mark.parametrize(
+    ("changed", "parallel", "tolerance"),
+    [(with_muon, "fsdp", 1e-3), (with_branches_to_divide, "ddp", 1e-5), (with_branches_to_divide, "fsdp", 1e-5)],
+)
+def test_run_on_two_ranks_is_as_on_one(short, tmp_path, changed, parallel, tolerance):
+    train(changed(short), replace(CURVE, out=str(tmp_path / "one")))
+    two_ranks(changed(short), replace(CURVE, out=str(tmp_path / "two"), parallel=parallel))
+    assert_same_curve(tmp_path / "two", tmp_path / "one", tolerance)
 
 
 def test_rank_that_waits_for_the_others_is_interrupted_at_once(config, tmp_path):

@@ -20,7 +20,7 @@ def test_610m_schedule_warms_up_for_1175_steps_and_ends_at_zero():
     assert lr_share(1174, config) == lr_share(1175, config) == 1.0
     assert lr_share(1176, config) == pytest.approx(10576 / 10577)  # 11752 - 1175 = 10577 steps of decay
     assert lr_share(11751, config) == pytest.approx(1 / 10577)
-    assert lr_share(11752, config) == 0.0  # where the step behind the last would be
+    assert lr_share(11752, config) == 0.0  # where the step after the last would be
 
 
 def test_figure_6_schedule_warms_up_for_116_steps_and_ends_at_a_tenth():

@@ -119,9 +119,7 @@ def _logits(model):
 @pytest.mark.parametrize("storage", ["dense", "sparse"])
 @pytest.mark.parametrize(
     "kind",
-    [
-        *("smupar-alibi", "smupar-learned", "sp-alibi", "sp-learned", "untied", "plain", "deep", "deep with its own factor"),
-    ],
+    [*("smupar-alibi", "smupar-learned", "sp-alibi", "sp-learned", "untied", "plain", "deep", "deep with its own factor")],
 )
 def test_exported_plain_gpt_gives_the_logits_of_the_run(runs, tmp_path, kind, storage):
     out = _exported(runs, kind, tmp_path / "out", format=storage)

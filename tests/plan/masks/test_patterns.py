@@ -66,10 +66,7 @@ def test_random_keeps_the_exact_count_of_any_shape(shape, density, seed):
     assert int(mask.sum()) == count("random", tuple(shape), (), density)
 
 
-@pytest.mark.parametrize(
-    ("shape", "sparsity", "num_kept"),
-    [((30, 4), 0.5, 60), ((1, 2, 1, 4), 0.8, 2), ((30,), 0.1, 27)],
-)
+@pytest.mark.parametrize(("shape", "sparsity", "num_kept"), [((30, 4), 0.5, 60), ((1, 2, 1, 4), 0.8, 2), ((30,), 0.1, 27)])
 def test_random_count_agrees_with_peers(shape, sparsity, num_kept):
     density = as_density(1 - sparsity)
     assert count("random", shape, (0,), density) == num_kept

@@ -153,10 +153,7 @@ def live_part(tensor, mask):
 
 
 @pytest.mark.parametrize("activation", [F.gelu, torch.sigmoid])  # sigmoid(0) is not 0: what dead neurons send must not count
-@pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [(torch.optim.AdamW, {"lr": 1e-2}), (torch.optim.SGD, {"lr": 1e-1})],
-)
+@pytest.mark.parametrize(("optimizer", "options"), [(torch.optim.AdamW, {"lr": 1e-2}), (torch.optim.SGD, {"lr": 1e-1})])
 def test_neuron_trains_like_the_narrower_dense_network(optimizer, options, activation):
     base = on_meta(MLP, 32, 2)
     wide, narrow = MLP(64, 2, activation).double(), MLP(24, 2, activation).double()

@@ -87,10 +87,7 @@ class EncoderDecoder(nn.Module):
         self.encoder = nn.ModuleDict({"embed": nn.Embedding(40, width), "fc": nn.Linear(width, width, bias=False)})
         table = self.encoder["embed"]
         self.decoder = nn.ModuleDict(
-            {
-                "embed": table if share == "module" else nn.Embedding(40, width),
-                "fc": nn.Linear(width, width, bias=False),
-            }
+            {"embed": table if share == "module" else nn.Embedding(40, width), "fc": nn.Linear(width, width, bias=False)}
         )
         self.head = nn.Linear(width, 40, bias=False)
         self.decoder["embed"].weight = table.weight

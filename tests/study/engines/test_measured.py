@@ -155,10 +155,7 @@ def test_proxy_may_be_shorter_and_shallower_than_what_follows_it(tmp_path):
     flags = FLAGS.replace("--depth 1", "--depth 3") + "--rules measured --sparsities 0.75 --proxy-depth 2 --proxy-steps 10"
     run_transfer(tmp_path / "study", flags)
     results = Study(tmp_path / "study").results()
-    assert {(one.config.model.depth, one.config.steps, one.config.record) for one in results} == {
-        (2, 10, True),
-        (3, 20, False),
-    }
+    assert {(one.config.model.depth, one.config.steps, one.config.record) for one in results} == {(2, 10, True), (3, 20, False)}
     follower = next(one.config for one in results if one.config.follow)
     proxy = Trace.load(next((tmp_path / "study").glob("*.trace.json")))
     assert proxy.num_steps == 10

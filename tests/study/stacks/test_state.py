@@ -64,10 +64,7 @@ def run_whole(folder, configs, engine="stacked"):
 
 
 def interrupt(folder, configs, *, after, how=signal.SIGTERM, engine="stacked"):
-    with (
-        suppress(SystemExit, KeyboardInterrupt, ConnectionError),
-        open_study(folder) as study,
-    ):
+    with suppress(SystemExit, KeyboardInterrupt, ConnectionError), open_study(folder) as study:
         run_group(study, configs, engine, CPU, StoppedProgress(configs, after, how))
     return Study(folder)
 

@@ -103,10 +103,7 @@ FOLDERS = {
     "plan without fields": (write("smupar_plan.json", "{}"), r"smupar_plan.json is .*write it again"),
     "plan without rows": (write("smupar_plan.json", '{"format": "smupar-plan/1"}'), r"smupar_plan.json is .*write it again"),
     "lost weight": (lose("transformer.ln_f.weight"), r"incomplete: it lacks 'transformer.ln_f.weight'"),
-    "lost mask": (
-        lose("transformer.h.0.mlp.c_fc.weight_mask"),
-        r"incomplete: it lacks 'transformer.h.0.mlp.c_fc.weight_mask'",
-    ),
+    "lost mask": (lose("transformer.h.0.mlp.c_fc.weight_mask"), r"incomplete: it lacks 'transformer.h.0.mlp.c_fc.weight_mask'"),
     "damaged weights": (cut_weights, "weights are damaged"),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), r"no model\.safetensors"),
     "unknown class": (rename_class, r"no class called MyGPT2.*model_class="),

@@ -260,13 +260,7 @@ def stacked(width, rng):
         each = torch.einsum("btd,edf->betf", x.double(), torch.stack([weight.double() for weight in p.members]))
         return p.back(each.float().sum(1))
 
-    return Part(
-        {
-            "members": (members, dict.fromkeys("012", HIDDEN_BACK)),
-            "back": (nn.Linear(size, width), HIDDEN),
-        },
-        use,
-    )
+    return Part({"members": (members, dict.fromkeys("012", HIDDEN_BACK)), "back": (nn.Linear(size, width), HIDDEN)}, use)
 
 
 def fused(width, rng):
@@ -321,11 +315,7 @@ def normed(width, rng):
 def low_rank_change(width, rng):
     """A layer and a change of it in two factors, the second of them a part of a larger matrix."""
     return Part(
-        {
-            "fc": (nn.Linear(width, width), HIDDEN),
-            "a": (raw(NARROW, width), HIDDEN),
-            "b": (raw(width, NARROW), HIDDEN),
-        },
+        {"fc": (nn.Linear(width, width), HIDDEN), "a": (raw(NARROW, width), HIDDEN), "b": (raw(width, NARROW), HIDDEN)},
         lambda p, x, *_: p.fc(x) + torch.matmul(p.b, torch.matmul(p.a, x.mT)).mT,
     )
 

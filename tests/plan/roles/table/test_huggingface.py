@@ -231,11 +231,7 @@ def test_gpt_neox_is_hidden_inside_and_its_logits_carry_the_factor():
     assert len(names(plan, "embedding")) == len(names(plan, "unembedding")) == 1
 
 
-SAME_WIDTH = {
-    "gpt2 tied": gpt2,
-    "gpt2 untied": lambda width: gpt2(width, tied=False),
-    "gpt-neox": neox,
-}
+SAME_WIDTH = {"gpt2 tied": gpt2, "gpt2 untied": lambda width: gpt2(width, tied=False), "gpt-neox": neox}
 
 
 @pytest.mark.parametrize("build", SAME_WIDTH.values(), ids=SAME_WIDTH.keys())
