@@ -24,8 +24,9 @@ from smupar.output.progress import Display, Status
 from smupar.plan.plan import PlanWarning
 from smupar.study.config import TUNED, EngineConfig
 from smupar.study.definition import StudyDefinition
-from smupar.study.engines import divide, groups, seconds_of_warm_step
+from smupar.study.engines import groups
 from smupar.study.run_configs import unique
+from smupar.study.stacks.size import divide, seconds_of_warm_step
 from smupar.study.stages import refuse_impossible
 from smupar.study.store import Result, Study
 

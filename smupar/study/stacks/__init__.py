@@ -1,6 +1,7 @@
 """Runs of a study that are trained as one.
 
 division  which runs are trained together: decided once, and recorded
-training  trains one stack to its end, and writes the results of its runs
+size      how many: as many as fit into memory, or one if that is faster
+training  trains stacks to their end, and writes the results of their runs; ahead: builds the next models meanwhile
 state     the saved state of a stack, from which an interrupted study continues
 """

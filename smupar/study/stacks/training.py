@@ -1,17 +1,24 @@
-"""Trains one stack of a study to its end, from its last save if it was interrupted, and writes the results of its runs."""
+"""Trains the stacks of a division one after the other, each to its end, from its last save if it was interrupted. Writes the
+results of the runs."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+
+import torch
 
 from smupar.lm.config.run_config import RunConfig
+from smupar.lm.data.batches import open_text
 from smupar.lm.run.loop import Cadence, Loop, Progress
 from smupar.lm.run.metrics import Row
 from smupar.lm.run.signals import Stop, end_if_stopped
 from smupar.lm.run.stack import GPTStack
+from smupar.plan.plan import PlanWarning
 from smupar.study.progress import StudyProgress
+from smupar.study.stacks.ahead import BuiltAhead
 from smupar.study.stacks.division import Division
 from smupar.study.stacks.state import StackState
 from smupar.study.store import Study
@@ -19,6 +26,47 @@ from smupar.study.store import Study
 _LOOK_EVERY = 50  # steps between looks at losses on a GPU, which also find runs that diverged
 _NUM_ROWS = 50  # rows in the metrics of a stacked run
 SAVE_SECONDS = 45.0  # between saves of a stack; with the time that a save takes, less than a minute is lost
+
+
+def train_stacks(
+    study: Study,
+    division: Division,
+    group: Sequence[RunConfig],
+    stack: GPTStack | None,
+    device: torch.device,
+    progress: StudyProgress,
+) -> None:
+    """Trains the unfinished stacks of a division. ``stack`` holds the runs of the first stack, if that has been built
+    already."""
+    by_id = {config.id: config for config in group}
+    waiting = [
+        (number, part) for number in range(len(division.stacks)) if (part := _runs_of_stack(study, division, number, by_id))
+    ]
+    filled = [part + [part[-1]] * (division.size - len(part)) for _, part in waiting]
+    # On a CPU, building would slow down training. A large stack trains for so long that the time to build the next one hardly
+    # counts, and a second one would need memory.
+    builds_ahead = device.type == "cuda" and division.size == 1
+    with (
+        contextlib.closing(BuiltAhead()) as ahead,
+        warnings.catch_warnings(action="ignore", category=PlanWarning),  # the study has already shown these warnings
+    ):
+        for turn, (number, part) in enumerate(waiting):
+            if stack is None:
+                stack = GPTStack(filled[turn], open_text(part[0]), device, own_batches=division.own_batches)
+            elif stack.num_steps or stack.configs != filled[turn]:
+                stack.refill(filled[turn], ahead.take(filled[turn]))
+            if builds_ahead and 0 < turn < len(waiting) - 1:  # not while the first stack is compiled
+                ahead.start(filled[turn + 1])
+            train_stack(study, stack, part, division, number, progress)
+
+
+def _runs_of_stack(study: Study, division: Division, number: int, by_id: Mapping[str, RunConfig]) -> list[RunConfig]:
+    """The runs of a stack; none if all have ended. Copies of a run fill the places of runs that are no longer wanted, so that
+    all stacks have the same size: nothing has to be compiled again, and the other runs are rounded as before. For the same
+    reason the caller fills up the last stack."""
+    runs = division.stacks[number]
+    wanted = study.missing([by_id[run] for run in runs if run in by_id])
+    return [by_id.get(run, wanted[0]) for run in runs] if wanted else []
 
 
 def train_stack(

@@ -11,8 +11,9 @@ import torch
 from smupar.lm.config.run_config import Execution, ModelConfig
 from smupar.lm.run.train import train
 from smupar.study.axes import grid
-from smupar.study.engines import groups, largest_stack, run_group
+from smupar.study.engines import groups, run_group
 from smupar.study.progress import StudyProgress
+from smupar.study.stacks.size import largest_stack
 from smupar.study.store import Study
 from tests.study.tiny import AXES, TINY, run
 
@@ -28,7 +29,7 @@ def test_engines_give_the_same_results(serial, tmp_path, engine):
 
 
 def test_group_that_is_split_may_mix_seeds(serial, tmp_path, monkeypatch):
-    monkeypatch.setattr("smupar.study.engines.MOST_STACKED", 3)
+    monkeypatch.setattr("smupar.study.stacks.size.MOST_STACKED", 3)
     configs = list(grid(TINY, AXES))
     ours = run(tmp_path / "study", "stacked", configs).results(configs)
     assert [one.loss for one in ours] == pytest.approx([one.loss for one in serial.results(configs)], rel=1e-4)

@@ -148,7 +148,7 @@ RATES = [replace(RUN, lr=2.0**power) for power in (-8, -7, -6, -5, -4)]
 def whole(tmp_path_factory):
     """A study of five runs in stacks of three and two."""
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("smupar.study.engines.MOST_STACKED", 3)
+        patched.setattr("smupar.study.stacks.size.MOST_STACKED", 3)
         folder = tmp_path_factory.mktemp("whole") / "study"
         run_whole(folder, RATES)
     return Study(folder)
@@ -168,7 +168,7 @@ def test_runs_that_are_left_are_run_as_they_would_have_been(tmp_path, whole, num
 
 
 def test_stack_that_is_refilled_goes_on_after_a_crash(tmp_path, whole, look_often, monkeypatch):
-    monkeypatch.setattr("smupar.study.engines.MOST_STACKED", 3)
+    monkeypatch.setattr("smupar.study.stacks.size.MOST_STACKED", 3)
     monkeypatch.setattr("smupar.study.stacks.training.SAVE_SECONDS", 0.0)  # saved after each step
     look_often()
     study = interrupt(tmp_path / "study", RATES, after=60 * 3 + 40 * 2, how=ConnectionError())
@@ -178,7 +178,7 @@ def test_stack_that_is_refilled_goes_on_after_a_crash(tmp_path, whole, look_ofte
 
 
 def test_study_that_grows_leaves_what_was_begun_in_its_stacks(tmp_path, whole, monkeypatch):
-    monkeypatch.setattr("smupar.study.engines.MOST_STACKED", 3)
+    monkeypatch.setattr("smupar.study.stacks.size.MOST_STACKED", 3)
     study = interrupt(tmp_path / "study", RATES, after=60 * 3 + 50 * 2)
     grown = [replace(RUN, lr=2.0**-9), *RATES]
     ends = run_whole(study.folder, grown)
