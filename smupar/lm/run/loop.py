@@ -1,7 +1,6 @@
 """The training loop, for one run or for a stack of many. It ends with a ``Summary`` of each run.
 
-It trains a ``Stepper`` or a ``GPTStack``: ``step`` makes a step of all runs and returns their losses, which stay on the
-device, and ``validate`` returns a loss for each run. Rows and checkpoints go to a ``Keeper``, which writes into the run's
+It trains ``Runs``: a ``Stepper`` or a ``GPTStack``. Rows and checkpoints go to a ``Keeper``, which writes into the run's
 folder, or for a stack writes the rows and the state of all its runs from time to time. The coordinate check
 (check/coordinates/grid_run.py) has its own loop.
 """
@@ -10,25 +9,43 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from smupar.lm.run.distributed import device_name
+from smupar.lm.config.run_config import RunConfig
+from smupar.lm.run.distributed import World, device_name
 from smupar.lm.run.folder import Status, Summary, versions
 from smupar.lm.run.metrics import Row
 from smupar.lm.run.schedule import lr_share
 from smupar.lm.run.signals import Stop
 
-if TYPE_CHECKING:
-    from smupar.lm.run.stack import GPTStack
-    from smupar.lm.run.step import Stepper
-
 _SLOW_SECONDS = 0.5
 LONGEST_LOOK = 2.0
+
+
+class Runs(Protocol):
+    """One run, or a stack of runs, that can be trained step by step."""
+
+    configs: list[RunConfig]
+    world: World
+
+    @property
+    def num_parameters(self) -> int:
+        """The number of parameters of one model."""
+
+    @property
+    def sparsities(self) -> list[float]:
+        """The current share of zeros among each run's hidden weights."""
+
+    def step(self, step: int) -> Tensor:
+        """Makes a step of all runs. Returns their losses, which stay on the device."""
+
+    def validate(self, *, until: Callable[[], bool]) -> list[float] | None:
+        """The loss of each run over its validation batches; None if ``until`` stopped it."""
 
 
 class Keeper(Protocol):
@@ -107,7 +124,7 @@ class Loop:
 
     def __init__(
         self,
-        runs: Stepper | GPTStack,
+        runs: Runs,
         cadence: Cadence,
         keeper: Keeper,
         stop: Stop,
