@@ -9,5 +9,5 @@ gradient_sizes  how large gradients should be
 depth           which layers are compared between models of different depth
 verdict         slopes, thresholds and verdicts
 diagnosis       causes and remedies
-report          the result as text, picture and JSON; page: as a page
+report          the result in words and as JSON; picture, page: as a picture and as a page
 """

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from smupar.check.coordinates.picture import mean_sizes
 from smupar.check.coordinates.readings import JUDGED
-from smupar.check.coordinates.report import mean_sizes
 from smupar.check.coordinates.verdict import FAIL, PASS, Slope, decides
 from smupar.output.page.document import Answer, Chart, ChartLine, Document, PageTable, Tone, finite, thinned
 from smupar.rules import get_rule
@@ -93,7 +93,7 @@ def _chart(report: Report, axis: str, rule: str, quantity: str) -> Chart:
     steps: list[int] = thinned(sorted({reading.step for reading in report.readings if reading.step > 0}), _NUM_STEPS)
     lines: list[ChartLine] = []
     for number, step in enumerate(steps):
-        sizes = mean_sizes(report, axis, rule, quantity, step)
+        sizes = mean_sizes(report.readings, axis, rule, quantity, step)
         lines.append(
             {
                 "label": f"step {step}",
