@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from smupar.cli.main import main
-from smupar.lm.data.shards import verify
+from smupar.lm.data.shard_hashes import verify
 from smupar.lm.data.tokenizer import load_tokenizer
 from smupar.lm.use.load import load_model
 from smupar.lm.use.score import read_requests

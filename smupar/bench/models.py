@@ -27,7 +27,9 @@ from smupar.execute.timing import Call, best_of, in_turns, seconds_of
 from smupar.lm.config.presets import gpt_610m
 from smupar.lm.config.run_config import Execution, ModelConfig, RunConfig
 from smupar.lm.data.batches import read_batch
-from smupar.lm.data.shards import TokenizerInfo, open_tokens, write_tokens
+from smupar.lm.data.shard_writer import write_tokens
+from smupar.lm.data.shards import TokenizerInfo
+from smupar.lm.data.tokens import open_tokens
 from smupar.lm.model.cost import peak_flops
 from smupar.lm.model.gpt import GPT, on_meta, plan_on_meta, use_flex_attention
 from smupar.lm.run.distributed import World, pick_device

@@ -6,7 +6,7 @@ import numpy as np
 
 from smupar.lm.config.run_config import RunConfig
 from smupar.lm.data.batches import Corpus, CorpusInfo
-from smupar.lm.data.shards import Tokens
+from smupar.lm.data.tokens import Tokens
 
 
 def random_text(config: RunConfig) -> Corpus:

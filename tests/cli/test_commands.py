@@ -9,7 +9,8 @@ import pytest
 
 import smupar
 from smupar.cli.main import main
-from smupar.lm.data.shards import TokenizerInfo, write_tokens
+from smupar.lm.data.shard_writer import write_tokens
+from smupar.lm.data.shards import TokenizerInfo
 
 
 @pytest.fixture(autouse=True)

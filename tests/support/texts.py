@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from smupar.lm.data.shards import TokenizerInfo, write_tokens
+from smupar.lm.data.shard_writer import write_tokens
+from smupar.lm.data.shards import TokenizerInfo
 
 
 @functools.cache

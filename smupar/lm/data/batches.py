@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 from smupar.lm.config.run_config import STANDARD_LIBRARY, RunConfig, padded_vocab
-from smupar.lm.data.shards import Tokens, open_tokens, read_index, verify
+from smupar.lm.data.shard_hashes import verify
+from smupar.lm.data.shards import read_index
+from smupar.lm.data.tokens import Tokens, open_tokens
 from smupar.lm.data.tokenizer import TOKENIZER_FILE, Tokenizer, read_definition
 from smupar.refusals import refuse
 

@@ -20,19 +20,9 @@ import numpy as np
 from tqdm import tqdm
 
 from smupar.lm.config.commands import PrepareConfig
-from smupar.lm.data.shards import (
-    BAR_BYTES,
-    INDEX,
-    PROGRESS,
-    VERIFIED,
-    ShardIndex,
-    ShardWriter,
-    check_content,
-    check_sizes,
-    read_index,
-    token_dtype,
-    verify,
-)
+from smupar.lm.data.shard_hashes import BAR_BYTES, check_content, verify
+from smupar.lm.data.shard_writer import ShardWriter
+from smupar.lm.data.shards import INDEX, PROGRESS, VERIFIED, ShardIndex, check_sizes, read_index, token_dtype
 from smupar.lm.data.source_file import ReadBytes, still_begins_with
 from smupar.lm.data.sources import BrokenOffError, SourceUnit, TextPiece, describe, find_units
 from smupar.lm.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer, read_tokenizer

@@ -17,7 +17,7 @@ from smupar.execute.stack.gather import SUPPORTED, Hyperparameters
 from smupar.execute.stack.stack import Stack
 from smupar.lm.config.run_config import RunConfig
 from smupar.lm.data.batches import Corpus, read_batch
-from smupar.lm.data.shards import Tokens
+from smupar.lm.data.tokens import Tokens
 from smupar.lm.model.gpt import GPT, AttentionKernel, build, ends_of_branches, use_attention
 from smupar.lm.run import checkpoint
 from smupar.lm.run.companions import StackCompanions

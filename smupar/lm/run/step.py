@@ -18,7 +18,7 @@ from smupar.execute.cuda_graphs import GraphedCall, Uploader, compile_static
 from smupar.execute.sparse.convert import StorageReport, sparsify_storage
 from smupar.lm.config.run_config import Execution, RunConfig
 from smupar.lm.data.batches import Corpus, read_batch
-from smupar.lm.data.shards import Tokens
+from smupar.lm.data.tokens import Tokens
 from smupar.lm.model.cost import fitting_micro_batch
 from smupar.lm.model.gpt import use_flex_attention
 from smupar.lm.run.companions import Companions

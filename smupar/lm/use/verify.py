@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from smupar.lm.config.run_config import RunConfig
-from smupar.lm.data.shards import BAR_BYTES, INDEX, PROGRESS, check_sizes, read_index, wrong_shards
+from smupar.lm.data.shard_hashes import BAR_BYTES, wrong_shards
+from smupar.lm.data.shards import INDEX, PROGRESS, check_sizes, read_index
 from smupar.lm.data.tokenizer import read_tokenizer
 from smupar.lm.run import checkpoint
 from smupar.lm.run.folder import (

@@ -14,7 +14,7 @@ from smupar.check.coordinates.diagnosis import REMEDIES
 from smupar.check.coordinates.verdict import FAIL
 from smupar.lm.config.run_config import ModelConfig
 from smupar.lm.data.batches import read_batch
-from smupar.lm.data.shards import Tokens
+from smupar.lm.data.tokens import Tokens
 from smupar.lm.model.gpt import GPT, set_attention_scale
 from smupar.lm.run.step import next_token_loss
 from smupar.plan.reminders import REMINDERS

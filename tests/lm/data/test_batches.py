@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from smupar.lm.config.run_config import ModelConfig, RunConfig, padded_vocab
 from smupar.lm.data.batches import num_sequences, open_text, read_batch, shuffled, standard_library
-from smupar.lm.data.shards import TokenizerInfo, Tokens, write_tokens
+from smupar.lm.data.shard_writer import write_tokens
+from smupar.lm.data.shards import TokenizerInfo
+from smupar.lm.data.tokens import Tokens
 from smupar.lm.run.distributed import World
 
 TINY = TokenizerInfo("tiny", 1000, None, "a" * 64)

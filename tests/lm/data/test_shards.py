@@ -9,8 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from smupar.lm.data import shards
-from smupar.lm.data.shards import ShardIndex, ShardWriter, TokenizerInfo, Tokens, open_tokens, read_index, token_dtype, verify
+from smupar.lm.data import shard_hashes
+from smupar.lm.data.shard_hashes import verify
+from smupar.lm.data.shard_writer import ShardWriter
+from smupar.lm.data.shards import ShardIndex, TokenizerInfo, read_index, token_dtype
+from smupar.lm.data.tokens import Tokens, open_tokens
 from smupar.output.files import write_atomic
 from smupar.output.json_files import read_object, sealed_json
 
@@ -136,7 +139,7 @@ def test_changed_shard_is_found_also_behind_a_remembered_hash(tmp_path):
 @pytest.mark.parametrize("small", [0, 1 << 30])
 def test_shard_that_is_changed_and_gets_its_old_time_is_noticed(tmp_path, monkeypatch, small):
     """A small text is read; a large one has another time of change in the file system."""
-    monkeypatch.setattr(shards, "_SMALL", small)
+    monkeypatch.setattr(shard_hashes, "_SMALL", small)
     _made(tmp_path / "out")
     verify(tmp_path / "out")
     assert (tmp_path / "out" / "verified.json").exists() == (small == 0)
@@ -150,18 +153,18 @@ def test_shard_that_is_changed_and_gets_its_old_time_is_noticed(tmp_path, monkey
 @pytest.mark.parametrize("small", [0, 1 << 30])
 def test_shard_is_hashed_once_by_a_process(tmp_path, monkeypatch, small):
     """That of a large text once by all processes."""
-    monkeypatch.setattr(shards, "_SMALL", small)
+    monkeypatch.setattr(shard_hashes, "_SMALL", small)
     _made(tmp_path / "out")
     verify(tmp_path / "out")
     hashed = []
-    monkeypatch.setattr(shards, "_hash_and_largest", lambda *each: hashed.append(each))
+    monkeypatch.setattr(shard_hashes, "_hash_and_largest", lambda *each: hashed.append(each))
     verify(tmp_path / "out")
     assert hashed == []
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"tokens-00000.bin": 3}', "\x00"])
 def test_damaged_memory_of_hashes_is_ignored(tmp_path, monkeypatch, content):
-    monkeypatch.setattr(shards, "_SMALL", 0)
+    monkeypatch.setattr(shard_hashes, "_SMALL", 0)
     _made(tmp_path / "out")
     (tmp_path / "out" / "verified.json").write_text(content)
     assert verify(tmp_path / "out").num_tokens == 24
@@ -173,7 +176,7 @@ def test_damaged_memory_of_hashes_is_ignored(tmp_path, monkeypatch, content):
 
 
 def test_folder_that_cannot_remember_is_hashed_each_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "_SMALL", 0)
+    monkeypatch.setattr(shard_hashes, "_SMALL", 0)
     _made(tmp_path / "out")
     (tmp_path / "out" / "verified.json").mkdir()  # refuses to be replaced, also for root
     assert verify(tmp_path / "out").num_tokens == 24

@@ -17,7 +17,8 @@ import torch
 
 from smupar.cli.main import main
 from smupar.lm.config.run_config import Execution, ModelConfig, RunConfig
-from smupar.lm.data.shards import TokenizerInfo, write_tokens
+from smupar.lm.data.shard_writer import write_tokens
+from smupar.lm.data.shards import TokenizerInfo
 from smupar.lm.run.tracking import tracked
 from smupar.lm.run.train import train
 from smupar.study.engines import execute

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from smupar.lm.config.commands import ExportConfig
 from smupar.lm.config.run_config import Execution, ModelConfig, RunConfig
-from smupar.lm.data.shards import write_tokens
+from smupar.lm.data.shard_writer import write_tokens
 from smupar.lm.data.tokenizer import Tokenizer
 from smupar.lm.model.gpt import GPT
 from smupar.lm.run.train import train

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from smupar.lm.data.shards import TokenizerInfo, write_tokens
+from smupar.lm.data.shard_writer import write_tokens
+from smupar.lm.data.shards import TokenizerInfo
 from smupar.lm.run.distributed import World
 from smupar.lm.run.train import train
 from smupar.output.files import locked
