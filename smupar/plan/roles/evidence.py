@@ -1,25 +1,34 @@
 """Collects what an example shows about the roles of parameters.
 
 A forward pass at base width shows how each parameter is used. A second pass, at another width, shows which sizes of activations
-follow the width.
+follow the width (``two_widths``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 
 from torch import nn
 
 from smupar.plan.depth.correspondence import correspond
 from smupar.plan.forward.flows import Dims
 from smupar.plan.forward.run_copy import CannotRunError, Example
-from smupar.plan.forward.uses import Event, Usage, Use, WeightProduct
+from smupar.plan.forward.uses import Usage, Use, WeightProduct
 from smupar.plan.forward.watcher import watch
 from smupar.plan.globs import layer_glob
 from smupar.plan.notes import Note
 from smupar.plan.roles.parameters import ParameterView, Seen
+from smupar.plan.roles.two_widths import (
+    EventPair,
+    about_dots,
+    about_sums,
+    dot_products,
+    numbers_in_sums,
+    partly_scaling,
+    pass_at_other_width,
+    unscaled_products,
+)
 from smupar.plan.scales.find_attention import find_attentions, is_inside
 
 
@@ -59,16 +68,16 @@ def evidence_of(
     usage = replace(usage, uses={tensor.name: usage.uses.get(names[tensor.name], Use()) for tensor in tensors})
     seen = _from_siblings([_with_evidence(tensor, usage) for tensor in tensors])
     notes = list(_about_the_pass(seen, usage))
-    wider, note = _wider(usage, base, model if delta is None else delta, example, scaling, reads)
+    wider, note = pass_at_other_width(usage, base, model if delta is None else delta, example, scaling, reads)
     if wider is None:
         return Evidence(seen, [*notes, *([] if note is None else [note])], usage=usage)
-    pairs = [_Pair(*events) for events in zip(usage.events, wider.events, strict=True)]
+    pairs = [EventPair(*events) for events in zip(usage.events, wider.events, strict=True)]
     if wider.outputs == usage.outputs and usage.outputs and all(output.is_normed for output in usage.outputs):
         notes.append(NORMED_OUTPUT)
-    dots = _dots(usage, pairs)
-    about = _partly_scaling(seen, usage, pairs, names)
-    notes += [*_about_dots(usage, dots), *_about_sums(pairs)]
-    return Evidence(seen, notes, about, usage, in_sums=_in_sums(usage, dots), unscaled=_unscaled(usage, pairs))
+    dots = dot_products(usage, pairs)
+    about = partly_scaling(seen, usage, pairs, names)
+    notes += [*about_dots(usage, dots), *about_sums(pairs)]
+    return Evidence(seen, notes, about, usage, in_sums=numbers_in_sums(usage, dots), unscaled=unscaled_products(usage, pairs))
 
 
 # How each parameter is used
@@ -216,139 +225,8 @@ def without_scores(model: nn.Module, evidence: Evidence, paths: Mapping[str, str
     return tuple(unscored)
 
 
-# Which sizes follow the width
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """One event at base width and at another width."""
-
-    base: Event
-    other: Event
-
-    @property
-    def is_one_event(self) -> bool:
-        first, second = ((event.kind, event.path, len(event.sizes)) for event in (self.base, self.other))
-        return first == second
-
-    def ratio(self, place: int) -> Fraction:
-        return Fraction(self.other.sizes[place], max(self.base.sizes[place], 1))
-
-    @property
-    def ratios(self) -> set[Fraction]:
-        return {self.ratio(place) for place in range(len(self.base.sizes))}
-
-
-def _wider(
-    usage: Usage, base: nn.Module, other: nn.Module, example: Example, scaling: Mapping[str, Dims], reads: Mapping[str, Dims]
-) -> tuple[Usage | None, Note | None]:
-    """The record of a pass at another width. If its events do not match those of the base's pass one by one: None, and a
-    note."""
-    if correspond(other, base).lists:
-        text = "model and base differ in depth, so concatenations and dot products over the width were not looked for"
-        return None, Note("example", f"{text}; pass delta=, base at any other width", is_caution=False)
-    try:
-        wider = watch(other, example, scaling=scaling, reads=reads)
-    except CannotRunError as error:
-        text = f"the example could not be run at a second width, so sizes of activations were not compared ({error})"
-        return None, Note("example", text)
-    pairs = (_Pair(*events) for events in zip(usage.events, wider.events, strict=False))
-    if len(usage.events) == len(wider.events) and all(pair.is_one_event for pair in pairs):
-        return wider, None
-    text = (
-        "the example takes different paths through model and base, so sizes of activations were not compared: concatenations "
-        "and dot products over the width were not looked for"
-    )
-    return None, Note("example", text)
-
-
-def _dots(usage: Usage, pairs: list[_Pair]) -> set[int]:
-    """The numbers of the events that are dot products over the width, outside of attention."""
-    return {
-        number
-        for number, pair in enumerate(pairs)
-        if pair.base.kind == "dot" and pair.ratios != {1} and not pair.base.is_normalised and number not in usage.attention
-    }
-
-
-def _unscaled(usage: Usage, pairs: list[_Pair]) -> frozenset[int]:
-    """The numbers of the dot products that do not grow with the width and are no logits, as those of linear attention with
-    heads of fixed size."""
-    return frozenset(
-        number
-        for number, pair in enumerate(pairs)
-        if pair.base.kind == "dot" and pair.ratios == {1} and number not in usage.logits
-    )
-
-
-def _in_sums(usage: Usage, dots: set[int]) -> frozenset[tuple[str, float]]:
-    """(module path, number) of each number that multiplies only dot products over the width."""
-    numbers = {(number.path, number.value) for number in usage.numbers}
-    others = (number for number in usage.numbers if number.is_elsewhere or not number.dots or not number.dots <= dots)
-    return frozenset(numbers - {(number.path, number.value) for number in others})
-
-
-def _about_dots(usage: Usage, dots: set[int]) -> Iterator[Note]:
-    paths = [usage.events[number].path for number in sorted(dots)]
-    if paths:
-        yield Note(
-            "dot product",
-            f"two layers' outputs are multiplied and summed over the width in {_shown(paths)}. This sum grows with the width, "
-            "and no layer's factor corrects it: multiply it by the base's width over the model's, as plan.output_factor does "
-            "for logits, and by the base's own factor, if there is one",
-        )
-
-
-def _about_sums(pairs: list[_Pair]) -> Iterator[Note]:
-    paths = [pair.base.path for pair in pairs if pair.base.kind == "sum" and pair.ratios != {1}]
-    if paths:
-        yield Note(
-            "sum",
-            f"outputs of a layer are summed over the width in {_shown(paths)}. This sum grows with the width, and no layer's "
-            "factor corrects it: take the mean instead, or multiply the sum by the base's width over the model's",
-        )
-
-
-def _shown(paths: list[str]) -> str:
-    return ", ".join(dict.fromkeys(repr(path) if path else "the model itself" for path in paths))
-
-
-def _partly_scaling(
-    tensors: list[ParameterView], usage: Usage, pairs: list[_Pair], names: Mapping[str, str]
-) -> dict[str, Note]:
-    """Notes on weights that read or write a concatenation of which only some parts follow the width."""
-    notes = {}
-    for tensor in tensors:
-        if tensor.seen is None or tensor.seen.how != "product":
-            continue
-        read, written = tensor.ratio(tensor.in_dims), tensor.ratio(tensor.out_dims)
-        joins = frozenset[int]().union(*(product.joins for product in usage.uses[tensor.name].products))
-        if read != 1 and any(_is_mixed(pairs[number], read) for number in joins):
-            notes[tensor.name] = PART_READ
-        parts = (pair for pair in pairs if pair.base.kind == "part" and pair.base.weights == {names[tensor.name]})
-        if written != 1 and any(pair.ratio(0) == written != pair.ratio(1) for pair in parts):
-            notes.setdefault(tensor.name, PART_WRITTEN)
-    return notes
-
-
-def _is_mixed(pair: _Pair, ratio: Fraction) -> bool:
-    """Whether a concatenation grows by ``ratio`` as a whole, while its parts grow by different ratios."""
-    return len(pair.ratios) > 1 and Fraction(sum(pair.other.sizes), max(sum(pair.base.sizes), 1)) == ratio
-
-
 NORMED_OUTPUT = Note(
     "normed output",
     "the model divides its outputs by their norm, so they need no factor",
-    is_caution=False,
-)
-PART_READ = Note(
-    "reads in part",
-    "reading a concatenation whose parts do not all follow the width. One m_in is used for all parts, so the numbers are too "
-    "small for the fixed part. A layer for each part would be exact",
-)
-PART_WRITTEN = Note(
-    "writes in part",
-    "writing several outputs at once, which do not all follow the width. One m_out is used for all, which matters only for "
-    "SGD's learning rate",
     is_caution=False,
 )
