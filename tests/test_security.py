@@ -17,7 +17,7 @@ from smupar.cli.main import main
 from smupar.lm.data.shard_hashes import verify
 from smupar.lm.data.tokenizer import load_tokenizer
 from smupar.lm.use.load import load_model
-from smupar.lm.use.score import read_requests
+from smupar.lm.use.score_files import read_requests
 from smupar.output.json_files import SEAL
 from smupar.plan.masks.patterns import read_masks
 from smupar.plan.plan import Plan

@@ -22,7 +22,7 @@ from typing import Any
 
 from smupar.integrations.eval_table import Number, Results, TaskResults
 from smupar.lm.config.commands import EvalConfig, TasksConfig
-from smupar.lm.use import score
+from smupar.lm.use import score, score_files
 from smupar.output.files import resolved
 from smupar.output.json_files import as_record
 from smupar.output.optional import first_line, optional
@@ -40,8 +40,8 @@ class _Questions:
     lm_eval: str  # version
 
 
-def _read_requests(path: str | Path) -> tuple[_Questions, list[score.ScoreRequest]]:
-    header, asked = score.read_requests(path)
+def _read_requests(path: str | Path) -> tuple[_Questions, list[score_files.ScoreRequest]]:
+    header, asked = score_files.read_requests(path)
     ours = {item.name: header[item.name] for item in fields(_Questions) if item.name in header}
     return as_record(_Questions, ours, source=str(path), remedy="make it with smupar eval requests"), asked
 
@@ -72,7 +72,7 @@ def write_requests(config: TasksConfig, out: str | Path) -> str:
     requests, digest = _requests(load_tasks(config), config)
     data_dir = None if config.data_dir is None else str(Path(config.data_dir).resolve())
     questions = _Questions(list(config.tasks), data_dir, config.limit, digest, _module("lm_eval").__version__)
-    score.write_requests(Path(out), asdict(questions), requests)
+    score_files.write_requests(Path(out), asdict(questions), requests)
     counts = Counter(request.task for request in requests)
     return f"{len(requests):,} requests ({', '.join(f'{task} {count:,}' for task, count in counts.items())}) in {out}"
 
@@ -83,7 +83,7 @@ def tabulate(requests: str | Path, scores: Sequence[str | Path], out: str | Path
     config = TasksConfig(tuple(questions.tasks), data_dir or questions.data_dir, questions.limit)
     models = []
     for file in scores:  # read before the slow steps, to raise errors early
-        identity, answers = score.read_scores(file)
+        identity, answers = score_files.read_scores(file)
         missing = [request for request in asked if request.key not in answers]
         if missing:
             raise ValueError(
@@ -110,7 +110,7 @@ def tabulate(requests: str | Path, scores: Sequence[str | Path], out: str | Path
     return results
 
 
-def _by_chance(task: Any, requests: list[score.ScoreRequest]) -> float:
+def _by_chance(task: Any, requests: list[score_files.ScoreRequest]) -> float:
     """The accuracy of random guessing; 0 for tasks without choices, where any word is possible."""
     if task.OUTPUT_TYPE != "multiple_choice":
         return 0.0
@@ -138,7 +138,7 @@ def load_tasks(config: TasksConfig) -> dict[str, Any]:
     return {name: loaded[name] for name in config.tasks}
 
 
-def _requests(tasks: dict[str, Any], config: TasksConfig) -> tuple[list[score.ScoreRequest], str]:
+def _requests(tasks: dict[str, Any], config: TasksConfig) -> tuple[list[score_files.ScoreRequest], str]:
     """The requests of the tasks, and a hash of the requests and of the documents with the right answers."""
     requests, digest = [], hashlib.sha256()
     for name, task in tasks.items():
@@ -146,18 +146,18 @@ def _requests(tasks: dict[str, Any], config: TasksConfig) -> tuple[list[score.Sc
             task.build_all_requests(limit=config.limit, rank=0, world_size=1)
         for instance in task.instances:
             context, continuation = instance.args
-            requests.append(score.ScoreRequest(name, instance.doc_id, instance.idx, context, continuation))
+            requests.append(score_files.ScoreRequest(name, instance.doc_id, instance.idx, context, continuation))
             digest.update(json.dumps([name, context, continuation, instance.doc], default=str, sort_keys=True).encode())
     return requests, digest.hexdigest()
 
 
-def _metrics(tasks: dict[str, Any], scores: dict[str, score.Score], limit: int | None) -> dict[str, TaskResults]:
+def _metrics(tasks: dict[str, Any], scores: dict[str, score_files.Score], limit: int | None) -> dict[str, TaskResults]:
     """The numbers of each task, from the harness's evaluation of a model that returns the stored scores."""
     harness, base = _module("lm_eval.evaluator"), _module("lm_eval.api.model").LM
 
     class Stored(base):  # type: ignore[misc, valid-type]
         def loglikelihood(self, requests: list[Any]) -> list[tuple[float, bool]]:
-            answers = [scores[score.ScoreRequest("", 0, 0, *request.args).key] for request in requests]
+            answers = [scores[score_files.ScoreRequest("", 0, 0, *request.args).key] for request in requests]
             return [(answer.loglikelihood, answer.is_greedy) for answer in answers]
 
         def loglikelihood_rolling(self, requests: list[Any]) -> list[float]:
@@ -216,7 +216,7 @@ def read_documents(task: str, folder: str) -> list[dict[str, Any]]:
     remedy = f"every line should be like {form}"
     refuse(not path.is_file(), f"no file {path}: {remedy}")
     documents = []
-    for number, row in score.read_lines(path, remedy):
+    for number, row in score_files.read_lines(path, remedy):
         refuse(not (_is_choice if has_choices else _is_last_word)(row), f"{path}, line {number}: {remedy}")
         documents.append({name: row[name] for name in json.loads(form)})
     refuse(not documents, f"{path} is empty: {remedy}")

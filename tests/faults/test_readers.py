@@ -15,7 +15,7 @@ from smupar.lm.run import checkpoint
 from smupar.lm.run.folder import read_config, read_corpus_info, read_summary
 from smupar.lm.run.metrics import damaged_rows
 from smupar.lm.use.load import read_export
-from smupar.lm.use.score import read_requests, read_scores
+from smupar.lm.use.score_files import read_requests, read_scores
 from smupar.output.checksums import read_sums
 from smupar.output.json_files import SEAL
 from smupar.paper.published import read_published, results

@@ -23,17 +23,9 @@ from smupar.lm.config.run_config import RunConfig
 from smupar.lm.data.tokenizer import Tokenizer
 from smupar.lm.use.export import export
 from smupar.lm.use.load import load_model
-from smupar.lm.use.score import (
-    ScoreRequest,
-    encode_pair,
-    load_scoring_model,
-    read_requests,
-    read_scores,
-    score,
-    score_file,
-    scoring_model_of,
-)
-from smupar.lm.use.score import write_requests as write_request_file
+from smupar.lm.use.score import encode_pair, load_scoring_model, score, score_file, scoring_model_of
+from smupar.lm.use.score_files import ScoreRequest, read_requests, read_scores
+from smupar.lm.use.score_files import write_requests as write_request_file
 from tests.lm.use.tiny import chain, trained_run
 from tests.support.texts import bpe
 
