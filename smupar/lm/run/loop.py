@@ -1,6 +1,6 @@
 """The training loop, for one run or for a stack of many. It ends with a ``Summary`` of each run.
 
-It trains ``Runs``: a ``Stepper`` or a ``GPTStack``. Rows and checkpoints go to a ``Keeper``, which writes into the run's
+It trains ``TrainableRuns``: a ``Stepper`` or a ``GPTStack``. Rows and checkpoints go to a ``Keeper``, which writes into the run's
 folder, or for a stack writes the rows and the state of all its runs from time to time. The coordinate check
 (check/coordinates/grid_run.py) has its own loop.
 """
@@ -27,7 +27,7 @@ _SLOW_SECONDS = 0.5
 LONGEST_LOOK = 2.0
 
 
-class Runs(Protocol):
+class TrainableRuns(Protocol):
     """One run, or a stack of runs, that can be trained step by step."""
 
     configs: list[RunConfig]
@@ -124,7 +124,7 @@ class Loop:
 
     def __init__(
         self,
-        runs: Runs,
+        runs: TrainableRuns,
         cadence: Cadence,
         keeper: Keeper,
         stop: Stop,
