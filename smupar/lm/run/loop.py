@@ -1,7 +1,7 @@
 """The training loop, for one run or for a stack of many. It ends with a ``Summary`` of each run.
 
-It trains ``TrainableRuns``: a ``Stepper`` or a ``GPTStack``. Rows and checkpoints go to a ``Keeper``, which writes into the run's
-folder, or for a stack writes the rows and the state of all its runs from time to time. The coordinate check
+It trains ``TrainableRuns``: a ``Stepper`` or a ``GPTStack``. Rows and checkpoints go to a ``Keeper``, which writes into the
+run's folder, or for a stack writes the rows and the state of all its runs from time to time. The coordinate check
 (check/coordinates/grid_run.py) has its own loop.
 """
 
