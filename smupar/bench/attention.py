@@ -67,8 +67,8 @@ def bench_attention(
         seconds = in_turns(steps, repeats, lambda _, step: seconds_of(step, num_steps, device))
         taken = fastest_attention(run, device)
         for side, took in seconds.items():
-            each, speed = took / num_models * 1e3, seconds.get("products", math.nan) / took
-            lines.append((str(length), side, f"{each:.3f}", f"{speed:.2f}", f"{peaks[side] / 2**20:.0f}", taken))
+            milliseconds, speed = took / num_models * 1e3, seconds.get("products", math.nan) / took
+            lines.append((str(length), side, f"{milliseconds:.3f}", f"{speed:.2f}", f"{peaks[side] / 2**20:.0f}", taken))
         lines += [(str(length), side, why, "", "", taken) for side, why in missed.items()]
         del steps, step
         gc.collect()

@@ -243,12 +243,12 @@ def bench_sweep(*, repeats: int = 3, cases: Sequence[tuple[int, int]] = _CASES, 
             "stacked": partial(GPTStack(runs, text, device).step, 0),
         }
         seconds, _ = _compare(sides, repeats, num_steps, device, warm_up=6)
-        each = {side: median / (count if side == "stacked" else 1) for side, median in seconds.items()}
-        single, stacked = min(each["captured"], each["serial"]), each["stacked"]
+        seconds_of_run = {side: median / (count if side == "stacked" else 1) for side, median in seconds.items()}
+        single, stacked = min(seconds_of_run["captured"], seconds_of_run["serial"]), seconds_of_run["stacked"]
         share = 6 * _num_parameters(run.model) * tokens / min(single, stacked) / peak
         lines.append(
-            f"{width:5}  {tokens:6}  {'  '.join(f'{value * 1e3:9.3f}' for value in each.values())}  {count:3}  "
-            f"{each['plain'] / stacked:13.2f}  {single / stacked:14.2f}  {share:13.1%}"
+            f"{width:5}  {tokens:6}  {'  '.join(f'{value * 1e3:9.3f}' for value in seconds_of_run.values())}  {count:3}  "
+            f"{seconds_of_run['plain'] / stacked:13.2f}  {single / stacked:14.2f}  {share:13.1%}"
         )
     return "\n".join(lines)
 

@@ -89,11 +89,11 @@ def _printed(line: TextLine) -> list[str]:
 def plain(value: Any) -> Any:
     """The value in a form that JSON can hold: NaN and infinity become null, exact fractions become numbers."""
     if isinstance(value, Mapping):
-        return {str(name): plain(each) for name, each in value.items()}
+        return {str(name): plain(entry) for name, entry in value.items()}
     if is_dataclass(value) and not isinstance(value, type):
         return {item.name: plain(getattr(value, item.name)) for item in fields(value)}
     if isinstance(value, (list, tuple, set)):
-        return [plain(each) for each in value]
+        return [plain(entry) for entry in value]
     if isinstance(value, (Path, Fraction)):
         return str(value) if isinstance(value, Path) else float(value)
     if isinstance(value, float) and not math.isfinite(value):

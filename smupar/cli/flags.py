@@ -150,7 +150,7 @@ def _inner(hint: Any) -> Any:
     """The type without None."""
     if not _is_optional(hint):
         return hint
-    [inner] = [each for each in get_args(hint) if each is not type(None)]
+    [inner] = [kind for kind in get_args(hint) if kind is not type(None)]
     return inner
 
 

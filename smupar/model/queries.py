@@ -224,7 +224,7 @@ def _multiplies_only_logits(
     """Whether a factor on the marked outputs multiplies q.k and nothing else: logits are linear in the factor; at 0 they do not
     depend on the keys; and the outputs reach nothing but the logits."""
     factors = [{layer: torch.where(rows, factor, 1.0) for layer, rows in marked.items()} for factor in (0.0, 2.0)]
-    zero, two = (_watched(model, attention, runs, _Cut(factors=each)) for each in factors)
+    zero, two = (_watched(model, attention, runs, _Cut(factors=cut_factors)) for cut_factors in factors)
     if seen.logits is None or zero is None or zero.logits is None or two is None or two.logits is None:
         return False
     three = [zero.logits, seen.logits, two.logits]

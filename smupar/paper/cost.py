@@ -62,12 +62,12 @@ def _cost_on_gpus(name: str, fig: Figure, scale: Scale, command: str) -> FigureC
         configs += [replace(config, seed=seed) for config in middle for seed in range(1, scale.size(experiment).seeds)]
     configs += fig.last(scale) if fig.last else []
     costs = {config.id: estimate(config, micro_batch=1) for config in unique(map(_cost_fields, configs))}
-    each = [costs[_cost_fields(config).id] for config in configs]
-    hours = sum(cost.hours() for cost in each)
-    tokens = sum(cost.num_tokens for cost in each)
-    flops = sum(cost.usual_flops for cost in each)
-    largest = max(each, key=lambda cost: cost.num_parameters)
-    small, big = min(cost.num_parameters for cost in each), largest.num_parameters
+    costs_of_runs = [costs[_cost_fields(config).id] for config in configs]
+    hours = sum(cost.hours() for cost in costs_of_runs)
+    tokens = sum(cost.num_tokens for cost in costs_of_runs)
+    flops = sum(cost.usual_flops for cost in costs_of_runs)
+    largest = max(costs_of_runs, key=lambda cost: cost.num_parameters)
+    small, big = min(cost.num_parameters for cost in costs_of_runs), largest.num_parameters
     gib = _bytes(largest) / _GIB
     lines = {
         "runs": f"{len(configs)}{' and those that follow a trace' if fig.then and not fig.expected else ''}",

@@ -99,4 +99,4 @@ def _typed(name: str, word: str) -> Any:
 
 def _types_of(name: str) -> list[type[Any]]:
     hint = get_type_hints(ModelConfig if name in _MODEL else RunConfig)[name]
-    return [each for each in (get_args(hint) or (hint,)) if isinstance(each, type)]
+    return [kind for kind in (get_args(hint) or (hint,)) if isinstance(kind, type)]

@@ -72,7 +72,7 @@ def run_group(
     if stack_key(group[0]) is None:
         _train_one_by_one(study, group, device, progress)
         return
-    begun = [each for each in recorded_divisions(study, missing) if _goes_on(study, each, group[0], engine, device)]
+    begun = [division for division in recorded_divisions(study, missing) if _goes_on(study, division, group[0], engine, device)]
     for division in begun:
         _train_division(study, division, group, None, device, progress)
     fresh = without(missing, begun)

@@ -170,7 +170,7 @@ def _on_this_machine(missing: Sequence[RunConfig], costs: dict[str, Cost], how: 
 
     with Display(status), warnings.catch_warnings(action="ignore", category=PlanWarning):
         for group in shapes:
-            each = costs[group[0].id]
+            cost = costs[group[0].id]
             size, stack = 1, None
             if stack_key(group[0]) is not None:
                 division, stack = divide(group, how.engine, device)
@@ -181,7 +181,7 @@ def _on_this_machine(missing: Sequence[RunConfig], costs: dict[str, Cost], how: 
                 seconds += sum(costs[config.id].dense_flops for config in group) / (_SHARE * peak)
             else:
                 seconds += seconds_of_warm_step(stack, device) * group[0].steps * -(-len(group) // size)
-            memory = max(memory, size * (each.state_bytes + each.activation_bytes))
+            memory = max(memory, size * (cost.state_bytes + cost.activation_bytes))
             done += 1
     measured = f"measured on {device_name(device)} by a few steps of each shape"
     return seconds, memory, measured if is_measured else f"{measured}, or from FLOPs at {_SHARE:.0%} of the peak"

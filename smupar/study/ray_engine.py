@@ -149,13 +149,13 @@ def tasks_of(
 def split(configs: Sequence[RunConfig], *, num_slots: int, resource: str) -> list[list[RunConfig]]:
     """Parts that can be stacked, the most expensive first. They cost about the same, so that no slot is idle."""
     grouped = [(estimate(group[0]).dense_flops, group) for group in groups(configs)]
-    total = sum(each * len(group) for each, group in grouped)
+    total = sum(flops * len(group) for flops, group in grouped)
     parts: list[tuple[float, list[RunConfig]]] = []
-    for each, group in grouped:
-        share = round(each * len(group) / total * num_slots * _PARTS_PER_SLOT[resource])
+    for flops, group in grouped:
+        share = round(flops * len(group) / total * num_slots * _PARTS_PER_SLOT[resource])
         num_parts = min(len(group), max(1, share, math.ceil(len(group) / _MOST)))
         bounds = [len(group) * number // num_parts for number in range(num_parts + 1)]
-        parts += [(each * (end - start), group[start:end]) for start, end in itertools.pairwise(bounds)]
+        parts += [(flops * (end - start), group[start:end]) for start, end in itertools.pairwise(bounds)]
     return [part for _, part in sorted(parts, key=lambda item: -item[0])]
 
 

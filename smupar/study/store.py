@@ -299,7 +299,9 @@ def _grows(name: str, old: Any, new: Any) -> bool:
     if old is None or new is None:
         return False
     if name == "axes":
-        are_axes = isinstance(old, dict) and old.keys() == new.keys() and all(isinstance(each, list) for each in old.values())
+        are_axes = (
+            isinstance(old, dict) and old.keys() == new.keys() and all(isinstance(values, list) for values in old.values())
+        )
         return are_axes and all(value in new[axis] for axis in old for value in old[axis])
     if name == "seeds":
         return isinstance(old, int) and bool(new >= old)

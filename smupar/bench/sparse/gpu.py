@@ -59,9 +59,9 @@ def bench(
 ) -> Iterator[Measured]:
     """Measures case by case. A case that cannot be measured here is noted and skipped."""
     layers = [
-        *(("2:4", "2:4-transposable", each, 1 / 2) for each in widths),
+        *(("2:4", "2:4-transposable", at_width, 1 / 2) for at_width in widths),
         *(("csr", "random", width, density) for density in densities),
-        *(("csr", "random", each, 1 / 128) for each in widths if each != width or 1 / 128 not in densities),
+        *(("csr", "random", at_width, 1 / 128) for at_width in widths if at_width != width or 1 / 128 not in densities),
         *(("block", f"block-{size}", 2 * width, density) for size in (64, 128) for density in (1 / 4, 1 / 8, 1 / 32)),
     ]
     stacks = [
@@ -72,7 +72,7 @@ def bench(
     cases: list[tuple[tuple[str, str, int, float], Callable[[str, Contestants, int, Machine], list[Row]]]] = [
         *((case, partial(_layer, case[1])) for case in layers),
         *((case, partial(_steps, case[1], depth)) for case in stacks),
-        *((("csr", "", each, 1 / 128), _product) for each in widths),
+        *((("csr", "", at_width, 1 / 128), _product) for at_width in widths),
     ]
     for (backend, _, at_width, density), measure in tqdm(cases, desc="bench", leave=False, disable=None):
         sides = Contestants(at_width, density, tokens)

@@ -71,10 +71,11 @@ def _write_sums(folder: Path) -> None:
 def _record_scales(model: PreTrainedModel, plan: Plan) -> None:
     """Adds to the plan the attention scales that the user set, so that ``load`` can restore them."""
     known = {change.path for change in plan.attention}
-    for each in find_attentions(model):
-        if each.field and not {each.holder, each.path} & known and not any(path.startswith(f"{each.path}.") for path in known):
-            plan.attention.append(AttentionChange(each.holder, each.field, each.value))
-            known.add(each.holder)
+    for attention in find_attentions(model):
+        is_known = {attention.holder, attention.path} & known or any(path.startswith(f"{attention.path}.") for path in known)
+        if attention.field and not is_known:
+            plan.attention.append(AttentionChange(attention.holder, attention.field, attention.value))
+            known.add(attention.holder)
 
 
 def keep_plan(model: PreTrainedModel, plan: Plan) -> None:

@@ -33,7 +33,7 @@ _EXPONENTS = (1.0, -1.0, 0.5, -0.5)  # a number may act as a factor, a divisor, 
 @torch.no_grad()
 def folded(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     """A plain model with the same outputs."""
-    numbers = [each for each in plan.multipliers if each.is_set and "." not in each.name]
+    numbers = [number for number in plan.multipliers if number.is_set and "." not in number.name]
     config = _with_scales(model, plan)
     if has_two_factors(plan) or numbers:
         config.tie_word_embeddings = False
@@ -47,17 +47,17 @@ def folded(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     for name, parameter in plain.named_parameters():
         parameter.copy_(tensors[name] * scaled.get(name, 1.0))
     buffers = dict(model.named_buffers())
-    set_here = {each.where for each in numbers}
+    set_here = {number.where for number in numbers}
     for name, buffer in plain.named_buffers():
         if name not in set_here:
             buffer.copy_(buffers[name])
-    for each in numbers:  # the numbers keep their values of training, until they are folded one by one
-        set_multiplier(plain, each.path, each.name, each.base_value)
+    for number in numbers:  # the numbers keep their values of training, until they are folded one by one
+        set_multiplier(plain, number.path, number.name, number.base_value)
     for path, factor in plan.branches:
         _scale_rows(plain.get_submodule(path), (), factor)
     _fold_attention(plain, plan)
-    for each in numbers:
-        _fold_number(plain, each)
+    for number in numbers:
+        _fold_number(plain, number)
     if getattr(config, "tie_word_embeddings", None) != getattr(model.config, "tie_word_embeddings", None):
         _fold_untied(model, plain)
     if model.can_generate():
@@ -96,7 +96,7 @@ def _numbers(config: PreTrainedConfig) -> list[tuple[str, str, float]]:
     """(path of a config inside the config, name of a field, its value) of all positive numbers."""
     parts = {"": config} | {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
     every = ((path, name, value) for path, part in parts.items() for name, value in vars(part).items())
-    return [each for each in every if type(each[2]) in (int, float) and each[2] > 0]
+    return [entry for entry in every if type(entry[2]) in (int, float) and entry[2] > 0]
 
 
 def _may_decide(value: float, scale: float) -> bool:
@@ -110,10 +110,10 @@ def _scales(model: PreTrainedModel, config: PreTrainedConfig) -> dict[tuple[str,
             built = type(model)(deepcopy(config))
     except Exception:  # a model may raise anything about a number that does not fit
         return {}
-    shapes = ({name: parameter.shape for name, parameter in each.named_parameters()} for each in (model, built))
-    if len({str(each) for each in shapes}) > 1:
+    shapes = ({name: parameter.shape for name, parameter in network.named_parameters()} for network in (model, built))
+    if len({str(shape) for shape in shapes}) > 1:
         return {}
-    return {(each.holder, each.field): each.value for each in find_attentions(built) if each.field}
+    return {(attention.holder, attention.field): attention.value for attention in find_attentions(built) if attention.field}
 
 
 def _num_right(found: Mapping[tuple[str, str], float], wanted: Mapping[tuple[str, str], float]) -> int:

@@ -62,7 +62,7 @@ def _value_as_text(value: Any, depth: int) -> str:
         return as_text(value, depth)
     if isinstance(value, (list, tuple)) and value:
         space = "\n" + " " * depth
-        return f"[{space}{f',{space}'.join(_value_as_text(each, depth + 1) for each in value)}{space[:-1]}]"
+        return f"[{space}{f',{space}'.join(_value_as_text(entry, depth + 1) for entry in value)}{space[:-1]}]"
     return json.dumps(value) if isinstance(value, (list, tuple)) else _scalar(value)
 
 

@@ -65,11 +65,11 @@ def estimate(config: RunConfig, *, num_ranks: int = 1, micro_batch: int = 0, sha
 
 def fitting_micro_batch(config: RunConfig, *, num_ranks: int, sharded: bool, memory: float) -> int:
     """The largest micro-batch that divides a rank's sequences and should fit into this many bytes; at least one sequence."""
-    each = config.batch_size // num_ranks
+    num_rows = config.batch_size // num_ranks
     single = estimate(config, num_ranks=num_ranks, micro_batch=1, sharded=sharded)
-    room = int((_USABLE * memory - single.state_bytes) / single.activation_bytes)
-    small = [size for size in range(1, math.isqrt(each) + 1) if each % size == 0]
-    return max((size for size in (*small, *(each // size for size in small)) if size <= room), default=1)
+    num_fitting = int((_USABLE * memory - single.state_bytes) / single.activation_bytes)
+    small = [size for size in range(1, math.isqrt(num_rows) + 1) if num_rows % size == 0]
+    return max((size for size in (*small, *(num_rows // size for size in small)) if size <= num_fitting), default=1)
 
 
 @dataclass(frozen=True)

@@ -72,8 +72,8 @@ class World:
             batch_size % self.size,
             f"batch_size {batch_size} does not divide among {self.size} ranks: choose a multiple of {self.size}",
         )
-        each = batch_size // self.size
-        return self.rank * each, (self.rank + 1) * each
+        num_rows = batch_size // self.size
+        return self.rank * num_rows, (self.rank + 1) * num_rows
 
 
 ALONE = World(0, 1, torch.device("cpu"), "ddp")

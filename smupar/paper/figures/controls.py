@@ -263,7 +263,7 @@ class _Place:
 
     def leads(self, kind: str, other: str, factor: int | None = None) -> list[float]:
         """The lead of one kind over another, for each seed that both have; both at ``factor``, if it is given."""
-        mine, others = (self.losses[each][self.usual(each) if factor is None else factor] for each in (kind, other))
+        mine, others = (self.losses[name][self.usual(name) if factor is None else factor] for name in (kind, other))
         return [others[seed] / mine[seed] - 1 for seed in sorted(mine.keys() & others.keys()) if math.isfinite(mine[seed])]
 
 

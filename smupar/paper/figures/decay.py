@@ -103,12 +103,12 @@ Losses = dict[float, float]  # amount of decay -> mean loss over seeds
 
 def _seeds(rows: Rows) -> dict[_Setting, dict[float, list[float]]]:
     """Losses of all seeds by setting and amount of decay, sorted by width, steps and sparsity."""
-    each: dict[_Setting, dict[float, list[float]]] = {}
+    losses: dict[_Setting, dict[float, list[float]]] = {}
     for row in rows:
         run = row.config
         setting = _Setting(run.model.width, run.steps, run.sparsity or 0.0, run.decay, run.decayed, run.lr)
-        each.setdefault(setting, {}).setdefault(run.weight_decay, []).append(valid_loss(row))
-    return {setting: dict(sorted(own.items())) for setting, own in sorted(each.items())}
+        losses.setdefault(setting, {}).setdefault(run.weight_decay, []).append(valid_loss(row))
+    return {setting: dict(sorted(own.items())) for setting, own in sorted(losses.items())}
 
 
 def _losses(rows: Rows) -> dict[_Setting, Losses]:

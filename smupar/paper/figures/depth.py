@@ -137,7 +137,7 @@ def draw(rows: Rows) -> list[Panel]:
         for rule, sparsity in ordered
     ]
     far = [_panel(f"{_title(rule)}, all at once", curves, curves[0]) for rule, curves in found.corner.items()]
-    return panels + [replace(each, y_label=f"{LOSS}, longer runs") for each in far]
+    return panels + [replace(panel, y_label=f"{LOSS}, longer runs") for panel in far]
 
 
 def _panel(heading: str, curves: Sequence[Curve], proxy: Curve) -> Panel:

@@ -25,11 +25,11 @@ _LONG_SECONDS = 600.0
 
 def divide(group: Sequence[RunConfig], engine: EngineName, device: torch.device) -> tuple[Division, GPTStack | None]:
     """Decides how runs are stacked. Also returns the stack of the first runs, if measuring has built it."""
-    runs, room = tuple(config.id for config in group), largest_stack(group[0], device)
-    if room < 1:
+    runs, num_fitting = tuple(config.id for config in group), largest_stack(group[0], device)
+    if num_fitting < 1:
         return Division(runs, 0, own_batches=False, device=device_name(device)), None
     # Stacks of equal size, so that the last one does not consist mostly of copies.
-    num_stacks = len(group) if engine == "serial" else -(-len(group) // room)
+    num_stacks = len(group) if engine == "serial" else -(-len(group) // num_fitting)
     stack, size = _faster_stack(group, open_text(group[0]), device, -(-len(group) // num_stacks), measure=engine == "auto")
     return Division(runs, size, stack.own_batches, device_name(device)), stack
 
@@ -65,8 +65,8 @@ def largest_stack(config: RunConfig, device: torch.device, *, share: float = _US
     scores = 8 * model.depth * model.num_heads * config.batch_size * config.seq_len**2 if keeps_scores else 0
     # Saving copies a stack's state twice in the host's memory.
     copies = 2 * cost.state_bytes if device.type == "cpu" else 0.0
-    each = cost.state_bytes + cost.activation_bytes + scores + cost.num_parameters * 8 + copies
-    return min(MOST_STACKED, int(share * _free_bytes(device) / each))
+    bytes_of_run = cost.state_bytes + cost.activation_bytes + scores + cost.num_parameters * 8 + copies
+    return min(MOST_STACKED, int(share * _free_bytes(device) / bytes_of_run))
 
 
 def _free_bytes(device: torch.device) -> float:
