@@ -63,6 +63,19 @@ def test_page_has_the_layers_that_imports_are_checked_against():
     assert shown == [[layer.replace("smupar.", "").split(" : ") for layer in order] for order in layers]
 
 
+@pytest.mark.parametrize("page", ["architecture.md", "wiring.md", "extending.md"])
+def test_modules_that_pages_name_exist(page):
+    """Pages name `updates/meter`, `smupar/updates/meter.py`, `updates.meter` and `updates.meter.Meter`."""
+    packages = "|".join(path.name for path in (ROOT / "smupar").iterdir() if path.is_dir())
+    text = re.sub(r"```.*?```", "", (ROOT / "docs" / page).read_text(), flags=re.DOTALL)
+    named = re.findall(rf"`(?:smupar[/.])?((?:{packages})[/.]\w[\w/.]*?)(?:\.py)?/?`", text.replace("NAME", "curves"))
+    places = {name: ROOT / "smupar" / name.replace(".", "/") for name in named}
+    modules = {name: [place, place.parent] if "." in name else [place] for name, place in places.items()}
+    missing = [n for n in named if not places[n].is_dir() and not any(at.with_suffix(".py").exists() for at in modules[n])]
+    assert missing == []
+    assert len(named) > 5
+
+
 # Tests whose subject is no single module: folders, and files
 NO_MODULE = {
     "docs": "README, the pages, the notebook and the site",
