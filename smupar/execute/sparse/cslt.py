@@ -83,8 +83,9 @@ class MatmulPlan:
         _call("MatmulDescriptorInit", self.handle, product, *operations, *operands, _CUSPARSE_COMPUTE_32F)
         _call("MatmulAlgSelectionInit", self.handle, self.choice, product, _CUSPARSELT_MATMUL_ALG_DEFAULT)
         _call("MatmulPlanInit", self.handle, self.plan, product, self.choice)
-        # No cleanup at exit: the library may already be unloaded then, and the process frees its memory anyway.
-        weakref.finalize(self, _destroy, matrix, rows, result, self.choice, self.plan).atexit = False
+        # The plan points to all of these structures, which live as long as the finalizer. No cleanup at exit: the library may
+        # already be unloaded then, and the process frees its memory anyway.
+        weakref.finalize(self, _destroy, matrix, rows, result, product, self.choice, self.plan).atexit = False
         self.one, self.zero = ctypes.c_float(1), ctypes.c_float(0)
         self._measure_workspace()
 
@@ -139,7 +140,7 @@ def _layout(num_rows: int, num_columns: int, leading: int, order: Any) -> tuple[
     return *sizes, ctypes.c_uint32(_ALIGNMENT), _CUDA_R_16BF, order
 
 
-def _destroy(matrix: Struct, rows: Struct, result: Struct, choice: Struct, plan: Struct) -> None:
+def _destroy(matrix: Struct, rows: Struct, result: Struct, product: Struct, choice: Struct, plan: Struct) -> None:
     """Frees the library's memory for a plan. The descriptor of a product owns no memory, so no function frees it. The choice of
     an algorithm owns memory since version 0.8."""
     library = _library()
