@@ -32,7 +32,8 @@ class Flow:
     scores: frozenset[int] = frozenset()  # events: the dot products from which it was computed element by element
     mixed: frozenset[int] = frozenset()  # events: dot products that a weight has summed since, as one that mixes heads does
     shares: frozenset[int] = frozenset()  # events: the dot products whose softmax it is
-    # "norm" (a length), "rms", "unit" (divided by its length), "square", "product" or "weighted" (times a parameter)
+    # "norm" (a length), "rms", "unit" (divided by its length), "square", "product", "difference", "distance" (its square) or
+    # "weighted" (times a parameter)
     mark: str = ""
     is_normed: bool = False  # whether the output of ``writers`` has been divided by its norm
     past: int = 0  # a bit for every result from which the tensor was computed, and a bit for the tensor itself

@@ -34,6 +34,8 @@ _PRODUCTS = {
 }
 _REDUCTIONS = {"sum": 1, "mean": 1, "amax": 1, "norm": 2, "linalg_vector_norm": 2}  # position of ``dim`` among the arguments
 _NORMS = ("linalg_vector_norm", "norm")
+_DISTANCES = ("_cdist_forward", "_euclidean_dist")
+_SQUARES = frozenset({"square", "norm", "distance"})  # marks of squared entries, or of their sums
 _NORM_LAYERS = ("native_layer_norm", "native_group_norm", "native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm")
 _KEEP_LENGTH = ("clone", "_to_copy", "clamp", "clamp_min", "add", "sqrt", "rsqrt", "reciprocal", "pow")
 _SOFTMAX = ("_softmax", "_safe_softmax")
@@ -204,6 +206,8 @@ class Operations(UsageRecorder):
         flows = [self.known_of(tensor).flow for tensor in inputs]
         if name == "sum":
             return self._sum(args, inputs[0]), ()
+        if name in _DISTANCES or (name in _NORMS and flows[0].mark == "difference"):
+            self.add_event("distance", [inputs[0].numel() // output.numel() if name in _NORMS else inputs[0].shape[-1]])
         data = [tensor for tensor, input_flow in zip(inputs, flows, strict=True) if input_flow.is_data]
         flow = self._with_choices(name, self._mixed(inputs), data)
         if name in _NORM_LAYERS or self._is_quotient_by_size(name, flows):
@@ -257,15 +261,17 @@ class Operations(UsageRecorder):
         marks = [self.known_of(tensor).flow.mark for tensor in inputs]
         if name in _NORMS:
             return "norm"
+        if name == "sub" and all(tensor.ndim and tensor.shape[-1] > 1 for tensor in inputs) and not set(marks) & _SQUARES:
+            return "difference"
         if name == "mean" and marks[0] == "square":
             return "rms"
         if (name == "pow" and args[1] == 2) or (name == "mul" and len(data) == 2 and self._is_same(*data)):
-            return "square"
+            return "distance" if marks[0] == "difference" else "square"
         if name in ("div", "mul") and len(inputs) == 2 and marks.count("norm") == 1:
             return "unit"
         if _is_product(name, marks, data):
             return "product"
-        return marks[0] if len(data) == 1 and marks[0] in ("norm", "rms", "unit") and name in _KEEP_LENGTH else ""
+        return marks[0] if len(data) == 1 and marks[0] in ("norm", "rms", "unit", "difference") and name in _KEEP_LENGTH else ""
 
     def _is_quotient_by_size(self, name: str, flows: list[Flow]) -> bool:
         """Whether the operation divides a tensor by its own length or rms."""
@@ -285,6 +291,8 @@ class Operations(UsageRecorder):
         size = math.prod(tensor.shape[dim] for dim in dims)
         if flow.mark == "product":
             self.add_event("dot", [size], weights=flow.writers)
+        elif flow.mark == "distance":
+            self.add_event("distance", [size])
         elif flow.mark != "square" and flow.is_inside:
             self.add_event("sum", [size])
         return replace(flow | CONSTANT, mark="norm" if flow.mark == "square" else "")
@@ -338,7 +346,7 @@ def _is_product(name: str, marks: list[str], data: list[Tensor]) -> bool:
     if name == "mul" and len(data) == 2:
         return data[0].shape == data[1].shape and marks != ["unit", "unit"]
     if name == "sub" and len(data) == 2:  # of squares, as in factorization machines
-        return set(marks) <= {"square", "norm"}
+        return set(marks) <= _SQUARES
     return name in ("mul", "div", "neg") and marks == ["product"]
 
 

@@ -52,6 +52,7 @@ class Event:
     part   a slice of the output of ``weights``; ``sizes`` are (whole, part)
     dot    a sum of products of two activations that ``weights`` wrote; ``sizes`` is the number of summands
     sum    a sum of entries of an activation that weights made; ``sizes`` is the number of summands
+    distance  a sum of squares of differences between two activations, or its root; ``sizes`` is the number of summands
     mix    a dot product of which one factor is a softmax of dot products: attention's sum over values
     """
 

@@ -21,6 +21,7 @@ from smupar.plan.notes import Note
 from smupar.plan.roles.parameters import ParameterView, Seen
 from smupar.plan.roles.two_widths import (
     EventPair,
+    about_distances,
     about_dots,
     about_sums,
     dot_products,
@@ -76,7 +77,7 @@ def evidence_of(
         notes.append(NORMED_OUTPUT)
     dots = dot_products(usage, pairs)
     about = partly_scaling(seen, usage, pairs, names)
-    notes += [*about_dots(usage, dots), *about_sums(pairs)]
+    notes += [*about_dots(usage, dots), *about_sums(pairs), *about_distances(pairs)]
     return Evidence(seen, notes, about, usage, in_sums=numbers_in_sums(usage, dots), unscaled=unscaled_products(usage, pairs))
 
 

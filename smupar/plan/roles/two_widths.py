@@ -119,6 +119,17 @@ def about_sums(pairs: list[EventPair]) -> Iterator[Note]:
         )
 
 
+def about_distances(pairs: list[EventPair]) -> Iterator[Note]:
+    paths = [pair.base.path for pair in pairs if pair.base.kind == "distance" and pair.ratios != {1}]
+    if paths:
+        yield Note(
+            "distance",
+            f"distances between vectors as long as the width are computed in {_shown(paths)}. They grow with the width, and no "
+            "layer's factor corrects it: take the mean of the squares instead of the sum, or multiply squared distances by the "
+            "base's width over the model's",
+        )
+
+
 def _shown(paths: list[str]) -> str:
     return ", ".join(dict.fromkeys(repr(path) if path else "the model itself" for path in paths))
 

@@ -450,6 +450,30 @@ def test_sum_of_outputs_over_the_width_is_noted(score, is_noted):
     assert ("sum" in kinds(plan)) is is_noted
 
 
+def _by_hand(a, b):
+    centred = a - a.mean(-1, keepdim=True)
+    return centred / centred.square().sum(-1, keepdim=True).sqrt() * b
+
+
+DISTANCES = {
+    "squares": (lambda a, b: (a - b).square().sum(-1), True),
+    "of all pairs": (lambda a, b: (a[:, :, None] - b[:, None]).pow(2).sum(-1), True),
+    "norm": (lambda a, b: (a - b).norm(dim=-1), True),
+    "torch's": (lambda a, b: F.pairwise_distance(a, b), True),
+    "torch's of all pairs": (lambda a, b: torch.cdist(a, b), True),
+    "mean": (lambda a, b: (a - b).square().mean(-1), False),
+    "mean squared error": (lambda a, b: F.mse_loss(a, b), False),
+    "over tokens": (lambda a, b: (a - b).square().sum(1), False),
+    "norm by hand": (_by_hand, False),
+}
+
+
+@pytest.mark.parametrize(("score", "is_noted"), DISTANCES.values(), ids=DISTANCES)
+def test_distance_over_the_width_is_noted(score, is_noted):
+    plan = smupar.make_plan(Retrieval(64, score), base=Retrieval(16, score), example=TOKENS)
+    assert ("distance" in kinds(plan)) is is_noted
+
+
 class Divided(Retrieval):
     """Scores are divided by the root of the width; ``also`` multiplies what the layers read by the same number."""
 
