@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from smupar.check.audit.findings import Finding
-from smupar.check.coordinates.readings import DY, GRAD_X, Cell, GridPoint, Y
+from smupar.check.coordinates.readings import AXES, DY, GRAD_X, Cell, GridPoint, Y
 from smupar.check.coordinates.verdict import FAIL, Slope, decides
 from smupar.plan.globs import layer_glob
 from smupar.plan.plan import Plan
@@ -44,6 +44,7 @@ REMEDIES = {
     "few weights": "the learning rate is too large for so few weights per neuron: lower it, keep more weights, or try "
     "rule='smupar-aligned'",
     "thin": "too few weights per neuron for the rule: use a higher density or a wider model",
+    "too thin": "too few weights per neuron for the rule: leave such points out, or use a higher density or a wider model",
     "optimizer": "the optimizer does not hold what the plan expects: build it from smupar.param_groups",
     "another model": "the model is not the one that was planned: add nothing after parameterize",
     "diverged": "training diverged: lower the learning rate",
@@ -89,10 +90,13 @@ def diagnose(
     rule: str, slopes: Iterable[Slope], faults: Mapping[Cell, list[Finding]], plans: Mapping[GridPoint, Plan]
 ) -> list[Diagnosis]:
     plans = {point: plan for point, plan in plans.items() if point.rule == rule}
-    diagnoses = _from_faults(rule, faults, plans) + _thin(rule, plans)
+    thin = _thin(rule, plans)
+    diagnoses = _from_faults(rule, faults, plans) + thin
     failing = [slope for slope in slopes if slope.rule == rule and slope.verdict == FAIL and decides(slope)]
     if failing and all(diagnosis.is_caution for diagnosis in diagnoses):
-        diagnoses += _from_slopes(rule, failing, plans.values())
+        found = _from_slopes(rule, failing, plans)
+        is_cause = any(diagnosis.cause == "too thin" for diagnosis in found)
+        diagnoses = [diagnosis for diagnosis in diagnoses if not (is_cause and diagnosis in thin)] + found
     return diagnoses
 
 
@@ -128,14 +132,23 @@ def _thin(rule: str, plans: Mapping[GridPoint, Plan]) -> list[Diagnosis]:
     return [Diagnosis(rule, "thin", (), f"At {'; '.join(seen)}: {next(iter(seen.values()))}")] if seen else []
 
 
-def _from_slopes(rule: str, failing: list[Slope], plans: Collection[Plan]) -> list[Diagnosis]:
+def _from_slopes(rule: str, failing: list[Slope], plans: Mapping[GridPoint, Plan]) -> list[Diagnosis]:
     by_axis: dict[str, list[Slope]] = defaultdict(list)
     for slope in failing:
         by_axis[slope.axis].append(slope)
-    return [
-        Diagnosis(rule, _cause(rule, axis, slopes, plans), tuple(folded(slopes)), _evidence(slopes))
-        for axis, slopes in by_axis.items()
-    ]
+    diagnoses = []
+    for axis, slopes in by_axis.items():
+        cause, evidence = _cause(rule, axis, slopes, plans.values()), _evidence(slopes)
+        thin = _thin(rule, {point: plan for point, plan in plans.items() if any(_ran_at(slope, point) for slope in slopes)})
+        if cause == "elsewhere" and axis != "depth" and thin:
+            cause, evidence = "too thin", f"{evidence}. {thin[0].evidence}"
+        diagnoses.append(Diagnosis(rule, cause, tuple(folded(slopes)), evidence))
+    return diagnoses
+
+
+def _ran_at(slope: Slope, point: GridPoint) -> bool:
+    """Whether the point is one of those that the slope was fitted to."""
+    return all(value in (None, getattr(point, axis)) for axis, value in zip(AXES, slope.at, strict=True))
 
 
 def folded(slopes: Iterable[Slope]) -> list[str]:

@@ -18,6 +18,7 @@ from smupar.lm.data.tokens import Tokens
 from smupar.lm.model.gpt import GPT, set_attention_scale
 from smupar.lm.run.step import next_token_loss
 from smupar.plan.reminders import REMINDERS
+from tests.support.models import sequential
 
 # Any real text will do, as long as it stays the same: sizes of a few steps depend on it.
 TEXT = Tokens([np.fromfile(Path(__file__).parents[2] / "fixtures" / "text.txt", dtype=np.uint8)])
@@ -205,6 +206,27 @@ def test_too_few_weights_per_neuron_is_noted():
     report = check(widths=(64,), densities=(1, 1 / 16))
     assert "thin" in causes(report)
     assert "too few weights per neuron for the rule" in report.explain()
+
+
+def test_thin_layers_are_the_cause_of_a_failure_that_nothing_else_explains():
+    tokens = [torch.randint(32, (16,), generator=torch.Generator().manual_seed(step)) for step in range(4)]
+    report = smupar.coord_check(
+        lambda width: nn.Sequential(nn.Embedding(32, width), *sequential(width, 2, num_in=width, num_out=32)),
+        lambda model, batch: F.cross_entropy(model(batch), batch.roll(1)),
+        tokens,
+        base_width=64,
+        widths=(64,),
+        densities=(1 / 16, 1 / 32),  # 4 and 2 weights per neuron
+        steps=4,
+        seeds=8,
+        lr=2**-7,
+        progress=False,
+    )
+    assert report.verdicts == {"smupar": FAIL}
+    (diagnosis,) = report.diagnoses
+    assert diagnosis.cause == "too thin"
+    assert "likely cause: too few weights per neuron" in report.explain()
+    assert "keep fewer than 16 weights per neuron" in diagnosis.evidence
 
 
 # Learning rates
