@@ -206,8 +206,7 @@ class Operations(UsageRecorder):
         flows = [self.known_of(tensor).flow for tensor in inputs]
         if name == "sum":
             return self._sum(args, inputs[0]), ()
-        if name in _DISTANCES or (name in _NORMS and flows[0].mark == "difference"):
-            self.add_event("distance", [inputs[0].numel() // output.numel() if name in _NORMS else inputs[0].shape[-1]])
+        self._see_distance(name, inputs, output)
         data = [tensor for tensor, input_flow in zip(inputs, flows, strict=True) if input_flow.is_data]
         flow = self._with_choices(name, self._mixed(inputs), data)
         if name in _NORM_LAYERS or self._is_quotient_by_size(name, flows):
@@ -226,6 +225,13 @@ class Operations(UsageRecorder):
             labels = aligned([self.labels_of(tensor) for tensor in inputs if tensor is not data[0]], output.ndim)
             return replace(flow, mark="weighted" if any(labels) else flows[0].mark), labels
         return replace(flow, mark=self._mark(name, args, inputs, data)), ()
+
+    def _see_distance(self, name: str, inputs: list[Tensor], output: Tensor) -> None:
+        """Records the distances that torch's own operations compute."""
+        if name in _DISTANCES:
+            self.add_event("distance", inputs[0].shape[-1:])
+        elif name in _NORMS and self.known_of(inputs[0]).flow.mark == "difference":
+            self.add_event("distance", [inputs[0].numel() // output.numel()])
 
     def _with_choices(self, name: str, flow: Flow, data: list[Tensor]) -> Flow:
         """Completes a flow with its logits and choices, and records which outputs a choice multiplies and which dot products
@@ -261,7 +267,7 @@ class Operations(UsageRecorder):
         marks = [self.known_of(tensor).flow.mark for tensor in inputs]
         if name in _NORMS:
             return "norm"
-        if name == "sub" and all(tensor.ndim and tensor.shape[-1] > 1 for tensor in inputs) and not set(marks) & _SQUARES:
+        if _is_difference(name, inputs, marks):
             return "difference"
         if name == "mean" and marks[0] == "square":
             return "rms"
@@ -339,6 +345,11 @@ class Operations(UsageRecorder):
             around = (other.path for other, _, branch in self._sums if bit & branch)  # sums whose branch contains this sum
             if not any(_is_in(residual.path, path) for path in around):
                 self.usage.residuals.append(residual)
+
+
+def _is_difference(name: str, inputs: list[Tensor], marks: list[str]) -> bool:
+    """Whether the result is a difference of vectors, and not of a vector and its mean or of squares."""
+    return name == "sub" and all(tensor.ndim and tensor.shape[-1] > 1 for tensor in inputs) and not _SQUARES & set(marks)
 
 
 def _is_product(name: str, marks: list[str], data: list[Tensor]) -> bool:
