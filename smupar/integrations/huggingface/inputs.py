@@ -92,7 +92,8 @@ def _pixels(config: Any, model: nn.Module) -> Tensor:
     vision = getattr(config, "vision_config", config)
     size = getattr(vision, "image_size", None) or IMAGE_SIZE
     sizes = (size, size) if isinstance(size, int) else tuple(size)
-    shape = (1, getattr(vision, "num_channels", 3), *sizes)
+    frames = getattr(vision, "num_frames", None)  # of a video
+    shape = (1, *([] if frames is None else [frames]), getattr(vision, "num_channels", 3), *sizes)
     return _waves(shape, model)
 
 

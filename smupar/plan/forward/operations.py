@@ -56,7 +56,7 @@ class Operations(UsageRecorder):
     def record(self, name: str, args: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         """Derives what is known about the results of one operation."""
         labels: Labels = ()
-        if name in _PRODUCTS:
+        if name in _PRODUCTS and not self._is_for_each_neuron(name, inputs):
             first, second, *dims = _PRODUCTS[name]
             flow = self._product((args[first], (dims[0],)), (args[second], (dims[1],)), name)
             flow = self._plus(flow, list(args[:first]))
@@ -105,6 +105,15 @@ class Operations(UsageRecorder):
         batch -= {dim for dim in batch if any(at in self.scaling[name] for name, at in labels[dim])}
         outs = [labels[dim] for dim in range(tensor.ndim) if dim not in dims and dim not in batch]
         return self.weigh([labels[dim] for dim in dims], outs, self.known_of(other).flow)
+
+    def _is_for_each_neuron(self, name: str, inputs: list[Tensor]) -> bool:
+        """Whether parameters are multiplied for each neuron alone, as when a filter of each neuron is computed: only the number
+        of their products scales."""
+        labels = [self.labels_of(tensor) for tensor in inputs]
+        if name != "bmm" or not all(map(any, labels)) or any(self.known_of(tensor).flow.is_data for tensor in inputs):
+            return False
+        scaling = [{dim for dim in range(3) if any(at in self.scaling[name] for name, at in dims[dim])} for dims in labels]
+        return scaling == [{0}, {0}]
 
     def _which_is_weight(self, factors: list[tuple[Tensor, Dims]]) -> int | None:
         """The position of the factor that is a weight; None if this is unclear. If both factors may be weights, the weight is
@@ -223,7 +232,7 @@ class Operations(UsageRecorder):
             return self._residual(flow, *(self.known_of(tensor).flow for tensor in data)), ()
         if name == "mul" and len(data) == 1 and len(inputs) == 2:
             labels = aligned([self.labels_of(tensor) for tensor in inputs if tensor is not data[0]], output.ndim)
-            return replace(flow, mark="weighted" if any(labels) else flows[0].mark), labels
+            return replace(flow, mark="weighted" if any(labels) else self.known_of(data[0]).flow.mark), labels
         return replace(flow, mark=self._mark(name, args, inputs, data)), ()
 
     def _see_distance(self, name: str, inputs: list[Tensor], output: Tensor) -> None:
@@ -318,7 +327,9 @@ class Operations(UsageRecorder):
         labels = [self.labels_of(tensor) for tensor in inputs]
         if not any(map(any, labels)):
             return CONSTANT, ()
-        if name == "stack":
+        if name in _PRODUCTS:  # for each neuron
+            labels = [(tensor_labels[0], frozenset(), frozenset()) for tensor_labels in labels]
+        elif name == "stack":
             dim = (args[1] if len(args) > 1 else 0) % output.ndim
             labels = [(*tensor_labels[:dim], frozenset(), *tensor_labels[dim:]) for tensor_labels in labels]
         elif name in _REDUCTIONS and len(args) > _REDUCTIONS[name] and args[_REDUCTIONS[name]]:

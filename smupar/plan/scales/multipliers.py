@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from smupar.plan.scales.find_attention import find_attentions, numbers
-from smupar.plan.scales.source import evaluated, powers_in_source
+from smupar.plan.scales.source import evaluated, may_read, powers_in_source
 from smupar.refusals import refuse
 
 CHOICES = ("ask", "base", "own")
@@ -58,13 +58,15 @@ def find_multipliers(model: nn.Module, base: nn.Module, paths: Mapping[str, str]
     sizes = {attention.path: attention.head_dim for attention in attentions}
     others = dict(base.named_modules(remove_duplicate=False))
     configs: set[int] = set()
+    kinds = {type(module): module for module in model.modules()}.values()
     multipliers = []
     for path, module in model.named_modules():
         other = others.get(path if paths is None else paths.get(path, path))
         if other is None:
             continue
         pairs = {pair[0]: pair for pair in _powers(module, other)}
-        pairs |= {pair[0]: pair for pair in (*_attributes(module, other), *_fields(module, other, configs))}
+        fields = (pair for pair in _fields(module, other, configs) if _may_be_read(pair[0], kinds))
+        pairs |= {pair[0]: pair for pair in (*_attributes(module, other), *fields)}
         multipliers += [
             Multiplier(path, name, value, base_value, can_be_set)
             for name, value, base_value, can_be_set in pairs.values()
@@ -112,6 +114,11 @@ def _fields(module: nn.Module, other: nn.Module, seen: set[int]) -> Iterator[_Pa
                 continue
             if float in (type(number), type(other_number)) and "init" not in field and _differ(number, other_number):
                 yield f"{name}.{field}", float(number), float(other_number), True
+
+
+def _may_be_read(name: str, modules: Collection[nn.Module]) -> bool:
+    """Whether the forward pass of some module may read a field. Others, such as a factor of all sizes, only decide sizes."""
+    return any(may_read(module, name.rpartition(".")[2]) for module in modules)
 
 
 def as_config(value: Any) -> Mapping[str, Any] | None:

@@ -42,6 +42,14 @@ def powers_in_source(module: nn.Module) -> tuple[PowerInSource, ...]:
     return _powers(kind)
 
 
+def may_read(module: nn.Module, name: str) -> bool:
+    """Whether the forward pass of a module may read a field of this name, of its config or of any other object. The source that
+    runs when the module is made does not count, since sizes are computed there."""
+    kind: Any = type(module)
+    mentioned = _mentioned(kind)
+    return mentioned is None or name in mentioned
+
+
 def divides_by(module: nn.Module, name: str) -> bool:
     """Whether a module divides by one of its attributes."""
     kind: Any = type(module)
@@ -60,19 +68,62 @@ def _powers(kind: Any) -> tuple[PowerInSource, ...]:
     )
 
 
+@cache
+def _mentioned(kind: Any) -> frozenset[str] | None:
+    """Names of attributes, and texts, in the methods of a class and in the functions that they call; None if some source is not
+    known."""
+    sources = [_parsed(function) for function in _functions(kind)]
+    if None in sources:
+        return None
+    methods = [method for method in sources if method is not None]
+    called = {
+        node.func.id
+        for method in methods
+        for node in ast.walk(method)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+    }
+    around = [vars(inspect.getmodule(base)) for base in kind.__mro__ if issubclass(base, nn.Module) and inspect.getmodule(base)]
+    helpers = [names[name] for names in around for name in called if inspect.isfunction(names.get(name))]
+    methods += [parsed for parsed in map(_parsed, helpers) if parsed is not None]
+    nodes = [node for method in methods for node in ast.walk(method)]
+    texts = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return frozenset(texts | {node.attr for node in nodes if isinstance(node, ast.Attribute)})
+
+
 def _methods(kind: type[nn.Module]) -> Iterator[ast.AST]:
-    """The parsed methods of a module's class and its base classes, without torch's own and without inits."""
+    """The parsed methods of a module's class and its base classes, without those that only run when the module is made."""
+    return (parsed for parsed in map(_parsed, _functions(kind)) if parsed is not None)
+
+
+def _functions(kind: type[nn.Module]) -> list[Any]:
+    """The methods of a module's class and its base classes, without torch's own. Inits are left out, as are methods that only
+    inits call."""
     classes = [base for base in kind.__mro__ if issubclass(base, nn.Module) and not base.__module__.startswith("torch.")]
-    for base in classes:
-        for name, function in vars(base).items():
-            if not inspect.isfunction(function) or any(word in name for word in ("init", "reset")):
-                continue
-            try:
-                with _PARSING:
-                    parsed = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
-            except (OSError, TypeError, SyntaxError, TokenError):  # typed at a prompt, or made by a decorator
-                continue
-            yield parsed
+    methods = {(base, name): method for base in classes for name, method in vars(base).items() if inspect.isfunction(method)}
+    inits = {place for place in methods if any(word in place[1] for word in ("init", "reset"))}
+    called = {place: _called(method) for place, method in methods.items()}
+    at_start = frozenset[str]().union(*(called[place] for place in inits))
+    later = frozenset[str]().union(*(names for place, names in called.items() if place not in inits and place[1] not in names))
+    return [
+        method for place, method in methods.items() if place not in inits and place[1] not in at_start - later - {"forward"}
+    ]
+
+
+def _called(method: Any) -> frozenset[str]:
+    """Names of the methods that a method calls."""
+    parsed = _parsed(method)
+    calls = [] if parsed is None else [node.func for node in ast.walk(parsed) if isinstance(node, ast.Call)]
+    return frozenset(call.attr for call in calls if isinstance(call, ast.Attribute))
+
+
+@cache
+def _parsed(function: Any) -> ast.AST | None:
+    """The source of a function; None if it was typed at a prompt, or made by a decorator."""
+    try:
+        with _PARSING:
+            return ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    except (OSError, TypeError, SyntaxError, TokenError):
+        return None
 
 
 def _bases(method: ast.AST) -> Iterator[ast.expr]:

@@ -157,6 +157,51 @@ def test_sizes_are_not_reported(make):
     assert find_multipliers(make(128), make(64)) == []
 
 
+class SizedByFactor(nn.Module):
+    """As MobileNet: a field of the config multiplies all sizes, and the forward pass does not read it."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.config = Config(width, width / 64)
+        self.layers = nn.Sequential(
+            nn.Linear(8, int(64 * self.config.multiplier)), nn.Linear(int(64 * self.config.multiplier), 5)
+        )
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class SinesAtStart(nn.Module):
+    """As Qwen3-ASR: a method that only the init calls divides by a size."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.channels = width
+        self.table, self.layer = nn.Buffer(self.sines(), persistent=False), nn.Linear(width, width)
+
+    def sines(self):
+        step = torch.tensor(10000.0).log() / (self.channels // 2 - 1)
+        times = torch.arange(8)[:, None] * torch.exp(-step * torch.arange(self.channels // 2))
+        return torch.cat([times.sin(), times.cos()], 1)
+
+    def forward(self, x):
+        return self.layer(x + self.table[: x.shape[1]])
+
+
+class ReadByFunction(SizedByFactor):
+    def forward(self, x):
+        return _multiplied(super().forward(x), self.config)
+
+
+def _multiplied(x, config):
+    return x * config.multiplier
+
+
+@pytest.mark.parametrize(("make", "found"), [(SizedByFactor, 0), (SinesAtStart, 0), (ReadByFunction, 1)])
+def test_numbers_that_only_the_init_reads_are_not_reported(make, found):
+    assert len(find_multipliers(make(128), make(64))) == found
+
+
 class ScaledHeads(nn.Module):
     def __init__(self, width):
         super().__init__()

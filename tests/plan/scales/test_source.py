@@ -19,6 +19,16 @@ def test_division_by_an_attribute_is_seen():
     assert not divides_by(Divided(), "other")
 
 
+class First(Divided):
+    def forward(self, x):
+        return x / self.first
+
+
+class Second(Divided):
+    def forward(self, x):
+        return x / self.second
+
+
 def test_two_threads_never_parse_at_once(monkeypatch):
     """Python 3.11 may fail then, and the models of a stack are planned by several threads."""
     both, parse = threading.Barrier(2), ast.parse
@@ -29,5 +39,5 @@ def test_two_threads_never_parse_at_once(monkeypatch):
 
     with monkeypatch.context() as patched, ThreadPoolExecutor(2) as pool:
         patched.setattr(ast, "parse", parse_beside_another)
-        errors = [each.exception() for each in [pool.submit(divides_by, Divided(), name) for name in ("first", "second")]]
+        errors = [each.exception() for each in [pool.submit(divides_by, kind(), "scale") for kind in (First, Second)]]
     assert {type(error) for error in errors} == {threading.BrokenBarrierError}

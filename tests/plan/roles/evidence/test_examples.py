@@ -405,6 +405,11 @@ def _pairs(parts):
     return 0.5 * (parts.sum(0).square() - parts.square().sum(0))
 
 
+def _with_temperature(a, b):
+    """As XCLIP: a parameter multiplies one side."""
+    return torch.einsum("bnd,bmd->bnm", F.normalize(a, dim=-1), nn.Parameter(torch.zeros(())).exp() * F.normalize(b, dim=-1))
+
+
 SCORES = {
     "matrix of scores": (lambda a, b: a @ b.mT, True),
     "sum of products": (lambda a, b: (a * b).sum(-1), True),
@@ -416,6 +421,7 @@ SCORES = {
     "mean of products": (lambda a, b: (a * b).mean(-1), False),
     "cosine": (lambda a, b: F.cosine_similarity(a, b, dim=-1), False),
     "normalised": (lambda a, b: F.normalize(a, dim=-1) @ F.normalize(b, dim=-1).mT, False),
+    "normalised, with a temperature": (_with_temperature, False),
     "normalised by hand": (lambda a, b: (a / a.pow(2).sum(-1, keepdim=True).sqrt()) @ F.normalize(b, dim=-1).mT, False),
     "attention": (lambda a, b: (a @ b.mT).softmax(-1) @ b, False),  # of which the attention scale reminds
     "gates": (lambda a, b: a * b, False),
@@ -585,6 +591,26 @@ UNDECIDED = {
 def test_uses_that_contradict_each_other_are_asked_for(make, message):
     error = refusal(make(64), base=make(16), example=TOKENS, match=message)
     assert "pass example=" not in str(error)
+
+
+class Filters(nn.Module):
+    """As S4D: the filter of each neuron is a sum over a fixed number of its states, and acts on the neuron alone."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.rate, self.weight = nn.Parameter(torch.rand(width, 8)), nn.Parameter(torch.randn(width, 8, 2))
+        self.mix = nn.Linear(width, width)
+
+    def forward(self, x):
+        places = torch.arange(x.shape[1], device=x.device)
+        filters = torch.einsum("hn,hnl->hl", torch.view_as_complex(self.weight), torch.exp(-self.rate[..., None] * places) + 0j)
+        spectra = torch.fft.rfft(x.mT, n=16) * torch.fft.rfft(filters.real, n=16)
+        return self.mix(torch.fft.irfft(spectra, n=16)[..., : x.shape[1]].mT)
+
+
+def test_filters_of_single_neurons_are_vectors():
+    plan = smupar.make_plan(with_block(Filters)(64), base=with_block(Filters)(16), example=TOKENS)
+    assert (plan["1.rate"].role, plan["1.weight"].role, plan["1.mix.weight"].role) == ("vector", "vector", "hidden")
 
 
 class Flow(nn.Module):
