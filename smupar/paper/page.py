@@ -18,9 +18,9 @@ from smupar.study.definition import Stage
 from smupar.study.live import read_signs, repeated
 from smupar.study.reproduction import CLAIM, PAGE
 from smupar.study.run_configs import unique
+from smupar.study.run_table import progress_of, result_rows, table_of, unfinished_row
 from smupar.study.store import Result, Study, fields_of
 from smupar.study.sweep import sweep_panels
-from smupar.study.view import progress_of, result_rows, table_of, unfinished_row
 
 ANSWERS: dict[bool | None, str] = {True: "HOLDS", False: "DOES NOT HOLD", None: "CANNOT TELL"}
 _HEADLINES: dict[bool | None, str] = {

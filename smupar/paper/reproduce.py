@@ -34,9 +34,9 @@ from smupar.study.definition import Stage
 from smupar.study.picture import draw_png
 from smupar.study.reproduction import CLAIM, PAGE
 from smupar.study.run_configs import unique
+from smupar.study.run_table import result_rows
 from smupar.study.stages import run_study
 from smupar.study.store import Result, Study, row_of, write_rows
-from smupar.study.view import result_rows
 
 MADE_ON = "made-on.json"  # the device and versions of a measurement without runs
 _GPT2_VOCAB = 50257

@@ -9,36 +9,37 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from smupar.lm.config.fields import flat
-from smupar.lm.config.run_config import LATER_FIELDS, ModelConfig, RunConfig
-from smupar.lm.run.metrics import METRICS_FILE, read_rows
-from smupar.output.checksums import refuse_lost_seal
-from smupar.output.json_files import WRONG_TYPES, DamagedFileError, as_record, printable, read_object
+from smupar.lm.config.run_config import RunConfig
+from smupar.output.json_files import WRONG_TYPES, DamagedFileError, printable
 from smupar.output.page import write_page
-from smupar.output.page.document import Chart, Document, PageProgress, PageTable, finite, thinned
-from smupar.refusals import refuse
-from smupar.rules import get_rule
+from smupar.output.page.document import Chart, Document, thinned
 from smupar.study.curves import chart_of
-from smupar.study.definition import USUAL, Findings, StudyDefinition, varied_columns
+from smupar.study.definition import Findings, StudyDefinition
 from smupar.study.live import Signs, read_planned, read_signs, repeated
 from smupar.study.reproduction import reproduction_from_json
 from smupar.study.run_configs import unique
+from smupar.study.run_table import (
+    progress_of,
+    read_metrics,
+    read_run,
+    rules_of_dense_runs,
+    shown_rule,
+    table_of,
+    unfinished_row,
+)
 from smupar.study.store import Result, Study, fields_of
 from smupar.study.sweep import sweep_from_json
 from smupar.study.transfer import transfer_from_json
 from smupar.study.tune import search_from_json
 
 if TYPE_CHECKING:
-    from smupar.lm.run.folder import Summary
+    pass
 
 # Readers of study.json by kind. Any other kind is read as a sweep without axes.
 FROM_JSON: dict[str, Callable[[dict[str, Any]], StudyDefinition]] = {
@@ -49,8 +50,6 @@ FROM_JSON: dict[str, Callable[[dict[str, Any]], StudyDefinition]] = {
 }
 _REFRESH_SECONDS = 10.0
 _MOST_CURVES, _MOST_POINTS = 300, 40  # loss curves in a page, and points in each
-# Columns of the table with a run's results. They follow those of its configuration.
-_ENDS = ("loss", "valid_loss", "steps_done", "tokens_per_second", "seconds", "device")
 
 
 def definition_of(study: Study) -> StudyDefinition:
@@ -195,8 +194,8 @@ class StudyView:
     def _rows(self, results: Sequence[Result], waiting: Mapping[str, Mapping[str, Any]], signs: Signs) -> list[dict[str, Any]]:
         rows = [self.study.rows[result.config.id] for result in results]
         rows += [unfinished_row(run, fields, signs) for run, fields in waiting.items()]
-        shared = _rules_of_dense_runs(self._described["definition"], rows)
-        return [row | {"rule": _shown_rule(row, shared)} for row in rows]
+        shared = rules_of_dense_runs(self._described["definition"], rows)
+        return [row | {"rule": shown_rule(row, shared)} for row in rows]
 
     def _curves(self, rows: Sequence[Mapping[str, Any]], signs: Signs) -> dict[str, list[list[float | None]]]:
         """The thinned loss curves of running runs and of the best ones, for a page without a server."""
@@ -219,7 +218,7 @@ class _RememberedStudy(Study):
         for path in self.runs.glob("*"):
             if path.name not in self.ended and (path / "summary.json").exists():
                 try:
-                    self.ended[path.name], self.rows[path.name] = _read_run(path)
+                    self.ended[path.name], self.rows[path.name] = read_run(path)
                 except (ValueError, OSError, *WRONG_TYPES) as error:
                     self.damaged[path.name] = str(error)
                 else:
@@ -232,138 +231,3 @@ class _RememberedStudy(Study):
 
     def missing(self, configs: Sequence[RunConfig]) -> list[RunConfig]:
         return [config for config in unique(configs) if config.id not in self.ended]
-
-
-def result_rows(results: Sequence[Result]) -> list[dict[str, Any]]:
-    """The rows of results, as a page shows them."""
-    rows = [_row(fields_of(result.config), asdict(result.summary)) for result in results]
-    shared = _rules_of_dense_runs({}, rows)
-    return [row | {"rule": _shown_rule(row, shared)} for row in rows]
-
-
-def unfinished_row(run: str, fields: Mapping[str, Any], signs: Signs) -> dict[str, Any]:
-    """The row of a run that waits or is being trained, with its loss so far."""
-    losses = signs.losses.get(run) or ([[0, None]] if run in signs.states else [])
-    last = {"loss": losses[-1][1], "steps_done": losses[-1][0]} if losses else {}
-    return dict(fields) | dict.fromkeys(_ENDS) | last | {"state": signs.states.get(run, "waiting")}
-
-
-def _row(fields: Mapping[str, Any], summary: Mapping[str, Any]) -> dict[str, Any]:
-    """The row of a run: its configuration, then its results."""
-    return {
-        **fields,
-        "loss": finite(summary["train_loss"]),
-        "valid_loss": finite(summary["valid_loss"]),
-        "steps_done": summary["steps"],
-        "tokens_per_second": finite(summary["tokens_per_second"]),
-        "seconds": finite(summary["seconds"]),
-        "device": summary["device"],
-        "state": summary["status"],
-    }
-
-
-@dataclass(frozen=True)
-class _Shown:
-    """The fields of a ``Summary`` that a page shows."""
-
-    id: str
-    status: str
-    steps: int
-    num_parameters: int
-    sparsity: float
-    train_loss: float | None
-    valid_loss: float | None
-    seconds: float
-    tokens_per_second: float
-    device: str
-
-
-def _read_run(folder: Path) -> tuple[Result, dict[str, Any]]:
-    """A finished run and its row. Its summary is read as plain values, because the module of ``Summary`` imports torch, which
-    takes seconds, and a page has to open at once."""
-    remedy = "start the study's command again"
-    values, summary = (read_object(folder / name, remedy=remedy) for name in ("config.json", "summary.json"))
-    refuse_lost_seal(folder / "summary.json", folder, remedy=remedy)
-    shown = {name: summary[name] for name in _Shown.__annotations__ if name in summary}
-    as_record(_Shown, shown, source=str(folder / "summary.json"), remedy=remedy)
-    # Unlike from_json this does not check the types of fields: the id, which is compared next, covers every field.
-    model, betas = ModelConfig(**values["model"]), tuple(values["betas"])
-    config = RunConfig(**{**values, "model": model, "betas": betas}).normalised
-    for name, run in (("config.json", config.id), ("summary.json", summary["id"])):
-        refuse(run != folder.name, f"{folder / name} is damaged (it belongs to run {run})")
-    described = LATER_FIELDS | flat(values) | {"id": folder.name, "betas": " ".join(map(str, config.betas))}
-    row = _row(described | {"follow": config.portable.follow}, summary)
-    return Result(config, cast("Summary", SimpleNamespace(**summary))), row
-
-
-def read_metrics(folder: Path) -> list[list[float | None]]:
-    """Step, loss and validation loss from the lines of metrics.jsonl, without lines that are damaged or half written."""
-    try:
-        rows = read_rows(folder / METRICS_FILE)
-    except OSError:
-        return []
-    return [[row["step"], finite(row.get("loss")), finite(row.get("valid_loss"))] for row in rows if row is not None]
-
-
-def table_of(rows: Sequence[Mapping[str, Any]]) -> PageTable | None:
-    """The table of runs: the columns in which they differ, and their results; None without rows."""
-    if not rows:
-        return None
-    names = list(dict.fromkeys(name for row in rows for name in row))  # runs of other versions may lack some columns
-    found = varied_columns([{name: row.get(name) for name in names} for row in rows], ("id", "state", *_ENDS))
-    varied = sorted(found, key=lambda name: (USUAL.index(name) if name in USUAL else len(USUAL), name == "seed"))
-    columns = ["id", "state", *varied, *(name for name in _ENDS if name != "device" or _num(rows, "device") > 1)]
-    rows = sorted(rows, key=lambda row: [_sortable(row.get(name)) for name in varied])
-    return {
-        "title": "Runs",
-        "columns": columns,
-        "rows": [[row.get(name) for name in columns] for row in rows],
-        "varied": varied,
-        "numeric": [name for name in varied if all(_is_number(row.get(name)) for row in rows)],
-    }
-
-
-def _num(rows: Sequence[Mapping[str, Any]], name: str) -> int:
-    return len({row.get(name) for row in rows} - {None})
-
-
-def _sortable(value: Any) -> tuple[bool, Any]:
-    return (False, value) if _is_number(value) else (True, str(value))
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _rules_of_dense_runs(definition: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
-    """The titles of all rules whose dense models are the same as muP's, and so share muP's runs."""
-    asked = definition.get("rules") or sorted({row["rule"] for row in rows if row.get("sparsity")}, reverse=True)
-    titles = [get_rule(rule).title for rule in asked if rule not in ("sp", "measured", "moment")]
-    return ", ".join(dict.fromkeys(titles)) or get_rule("smupar" if "measured" in asked else "mup").title
-
-
-def _shown_rule(row: Mapping[str, Any], of_dense_runs: str) -> str:
-    if row["rule"] == "mup" and row.get("sparsity") == 0:
-        return of_dense_runs
-    return "measured updates" if row.get("follow") else get_rule(row["rule"]).title
-
-
-def progress_of(rows: Sequence[Mapping[str, Any]], signs: Signs) -> PageProgress:
-    states = [row["state"] for row in rows]
-    working = [worker for worker in signs.workers if worker["state"] == "running"]
-    speeds = [worker["tokens_per_second"] for worker in working]
-    is_between = bool(working) and not {"running", "stalled"} & set(states)
-    return {
-        "done": states.count("finished") + states.count("diverged"),
-        "running": states.count("running"),
-        "waiting": states.count("waiting") + states.count("stopped"),
-        "diverged": states.count("diverged"),
-        "stalled": states.count("stalled"),
-        "total": len(rows),
-        "doing": next((worker["doing"] for worker in working if worker["doing"]), "starting the next run")
-        if is_between
-        else "",
-        "seconds_left": signs.seconds_left if signs.seconds_left is None else math.ceil(signs.seconds_left),
-        "tokens_per_second": sum(speed or 0.0 for speed in speeds) or None,
-        "workers": list(signs.workers),
-    }
