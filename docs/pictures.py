@@ -5,8 +5,8 @@ from pathlib import Path
 from smupar.paper.figure import Rows, curves, panel, title
 from smupar.paper.publish import measured_in
 from smupar.paper.published import read_published
-from smupar.study.curves import Panel
-from smupar.study.picture import draw_png
+from smupar.study.curves.curves import Panel
+from smupar.study.curves.picture import draw_png
 
 DOCS = Path(__file__).parent
 RULES = ("sp", "mup", "smupar")

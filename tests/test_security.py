@@ -21,8 +21,8 @@ from smupar.lm.use.score_files import read_requests
 from smupar.output.json_files import SEAL
 from smupar.plan.masks.patterns import read_masks
 from smupar.plan.plan import Plan
+from smupar.study.kinds.tune import read_hps
 from smupar.study.store import Study
-from smupar.study.tune import read_hps
 from smupar.updates.trace import Trace
 from tests.lm.use.tiny import trained_run
 

@@ -231,7 +231,7 @@ def train(
     """
     run = resolve_training(request_of(config, preset, hps), dry_run=dry_run, machine=machine)
     if hps is not None and "lr" not in config:
-        from smupar.study.tune import doubts
+        from smupar.study.kinds.tune import doubts
 
         for doubt in doubts(hps, optimizer=run.optimizer, rule=run.rule):
             warnings.warn(doubt, UserWarning, stacklevel=2)
@@ -270,7 +270,7 @@ def _ending(summary: Summary, config: RunConfig) -> list[TextLine]:
 def request_of(typed: Typed, preset: str = "demo", hps: str | None = None) -> Request:
     tuned, vocab_size = None, 0
     if hps is not None:
-        from smupar.study.tune import read_hps
+        from smupar.study.kinds.tune import read_hps
 
         tuned = read_hps(hps)
     if (text := typed.get("data", STANDARD_LIBRARY)) != STANDARD_LIBRARY:

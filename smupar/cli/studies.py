@@ -49,7 +49,7 @@ def sweep(
     run, asked = resolve(RunConfig, request_of(config)), parse_axes(axes)
 
     def define() -> StudyDefinition:
-        from smupar.study.sweep import define_sweep
+        from smupar.study.kinds.sweep import define_sweep
 
         return define_sweep(run, asked)
 
@@ -73,7 +73,7 @@ def transfer(
     resolved = resolve(TransferConfig, request_of(config, hps=hps))
 
     def define() -> StudyDefinition:
-        from smupar.study.transfer import define_transfer
+        from smupar.study.kinds.transfer import define_transfer
 
         return define_transfer(resolved)
 
@@ -92,12 +92,12 @@ def tune(config: Annotated[Typed, TuneConfig], how: Engine, out: str = "runs/tun
     resolved = resolve(TuneConfig, request_of(config))
 
     def define() -> StudyDefinition:
-        from smupar.study.tune import define_search
+        from smupar.study.kinds.tune import define_search
 
         return define_search(resolved)
 
     def best(study: Study) -> tuple[list[TextLine], dict[str, Any]]:
-        from smupar.study.tune import write_best
+        from smupar.study.kinds.tune import write_best
 
         tuned = write_best(resolved, study)
         values = {"hps": tuned.hps, "base_width": tuned.best.config.base_width, "sensitivity": tuned.sensitivities}

@@ -31,10 +31,10 @@ from smupar.output.colours import rule_colour
 from smupar.paper.settings import Scale
 from smupar.rules import get_rule
 from smupar.study.conventions import as_rule, density_in_words
-from smupar.study.curves import LOSS, Line, Panel, Point, line_of
+from smupar.study.curves.curves import LOSS, Line, Panel, Point, line_of
+from smupar.study.curves.optima import STABLE as STABLE
+from smupar.study.curves.optima import Curve, farthest_move, is_lower_bound, move_in_words, times
 from smupar.study.definition import by_seeds, curve_of
-from smupar.study.optima import STABLE as STABLE
-from smupar.study.optima import Curve, farthest_move, is_lower_bound, move_in_words, times
 from smupar.study.run_configs import unique, with_fields
 from smupar.study.store import Result, Study
 

@@ -13,14 +13,14 @@ from smupar.output.page import write_page
 from smupar.output.page.document import Answer, Chart, Document, Tone
 from smupar.paper.figure import Claim, Figure, Place
 from smupar.rules import get_rule
-from smupar.study.curves import chart_of
+from smupar.study.curves.curves import chart_of
 from smupar.study.definition import Stage
+from smupar.study.kinds.reproduction import CLAIM, PAGE
+from smupar.study.kinds.sweep import sweep_panels
 from smupar.study.live import read_signs, repeated
-from smupar.study.reproduction import CLAIM, PAGE
+from smupar.study.page.run_table import progress_of, result_rows, table_of, unfinished_row
 from smupar.study.run_configs import unique
-from smupar.study.run_table import progress_of, result_rows, table_of, unfinished_row
 from smupar.study.store import Result, Study, fields_of
-from smupar.study.sweep import sweep_panels
 
 ANSWERS: dict[bool | None, str] = {True: "HOLDS", False: "DOES NOT HOLD", None: "CANNOT TELL"}
 _HEADLINES: dict[bool | None, str] = {

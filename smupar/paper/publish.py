@@ -19,7 +19,7 @@ from smupar.paper.published import read_published, results, run_fields
 from smupar.paper.reproduce import MADE_ON, Reproduced
 from smupar.paper.results_page import BY_HAND, INDEX_HEADING, index, page_of
 from smupar.paper.settings import Scale
-from smupar.study.picture import draw_png
+from smupar.study.curves.picture import draw_png
 from smupar.study.store import Result
 
 _NOTHING_YET = "Nothing to note yet."

@@ -29,12 +29,12 @@ from smupar.paper.page import ANSWERS, GrowingPage, judged
 from smupar.paper.settings import Scale, ScaleName
 from smupar.paper.stages import command_of, definition_of, stages_of
 from smupar.study.config import EngineConfig
-from smupar.study.curves import chart_of
+from smupar.study.curves.curves import chart_of
+from smupar.study.curves.picture import draw_png
 from smupar.study.definition import Stage
-from smupar.study.picture import draw_png
-from smupar.study.reproduction import CLAIM, PAGE
+from smupar.study.kinds.reproduction import CLAIM, PAGE
+from smupar.study.page.run_table import result_rows
 from smupar.study.run_configs import unique
-from smupar.study.run_table import result_rows
 from smupar.study.stages import run_study
 from smupar.study.store import Result, Study, row_of, write_rows
 

@@ -13,7 +13,7 @@ from smupar.paper.figure import Figure
 from smupar.paper.published import restore
 from smupar.paper.settings import CLIP, WEIGHT_DECAY, Scale
 from smupar.study.definition import Stage, StudyDefinition, with_more_seeds
-from smupar.study.reproduction import define_reproduction
+from smupar.study.kinds.reproduction import define_reproduction
 from smupar.study.store import Study
 
 DEFAULT_OUT = "runs/reproduce"

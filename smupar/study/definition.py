@@ -10,8 +10,8 @@ from typing import Any
 
 from smupar.lm.config.run_config import RunConfig
 from smupar.output.page.document import Answer
-from smupar.study.curves import Panel
-from smupar.study.optima import Curve
+from smupar.study.curves.curves import Panel
+from smupar.study.curves.optima import Curve
 from smupar.study.run_configs import grouped, with_fields
 from smupar.study.store import Result, Study, row_of
 

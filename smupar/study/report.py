@@ -9,10 +9,10 @@ from typing import Any
 from smupar.output.page import write_page
 from smupar.output.pictures import missing_pictures
 from smupar.refusals import refuse
+from smupar.study.curves.picture import draw_png
 from smupar.study.definition import Findings, StudyDefinition, best_row
-from smupar.study.picture import draw_png
+from smupar.study.page.view import StudyView, definition_of, left_out, mixed_decay
 from smupar.study.store import Study
-from smupar.study.view import StudyView, definition_of, left_out, mixed_decay
 
 
 @dataclass(frozen=True)

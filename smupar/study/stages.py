@@ -23,10 +23,10 @@ from smupar.study.config import EngineConfig
 from smupar.study.definition import Stage, StudyDefinition
 from smupar.study.engines import execute
 from smupar.study.live import beating, forget_signs, write_planned
+from smupar.study.page.view import refreshed
 from smupar.study.progress import CHECKING, StudyProgress
 from smupar.study.stacks.division import remove_leftovers
 from smupar.study.store import Study
-from smupar.study.view import refreshed
 
 
 @contextlib.contextmanager

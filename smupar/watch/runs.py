@@ -16,7 +16,7 @@ from smupar.output.files import changed_at
 from smupar.output.json_files import WRONG_TYPES, DamagedFileError, read_object
 from smupar.output.page.document import Chart, Document, PageProgress, finite
 from smupar.rules import get_rule
-from smupar.study.run_table import read_metrics, table_of
+from smupar.study.page.run_table import read_metrics, table_of
 from smupar.updates.page import read_trace, trace_charts
 
 TRACE_FILE = "trace.json"

@@ -15,7 +15,7 @@ from smupar.output.page import read_page
 from smupar.output.page.document import Document
 from smupar.refusals import refuse
 from smupar.study.live import LIVE, PLANNED
-from smupar.study.view import StudyView
+from smupar.study.page.view import StudyView
 from smupar.updates.page import read_trace, trace_document
 from smupar.watch.runs import Runs
 

@@ -27,7 +27,7 @@ from tests.support.studies import ends_of, tables_of
 from tests.support.texts import words
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["smupar.study.engines", "smupar.cli.main", "smupar.study.tune", "smupar.study.report"])
+PROCESSES.set_forkserver_preload(["smupar.study.engines", "smupar.cli.main", "smupar.study.kinds.tune", "smupar.study.report"])
 
 RUN = "--depth 1 --head-dim 16 --base-width 32 --seq-len 16 --batch-size 2 --valid-batches 1 --steps 150 --device cpu"
 MOVING = "--mask-every 10 --sparsity 0.75 --width 32"

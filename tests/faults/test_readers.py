@@ -20,7 +20,7 @@ from smupar.output.checksums import read_sums
 from smupar.output.json_files import SEAL
 from smupar.paper.published import read_published, results
 from smupar.plan.plan import Plan
-from smupar.study.tune import doubts, read_hps
+from smupar.study.kinds.tune import doubts, read_hps
 from smupar.updates.trace import Trace, TraceReader
 from tests.faults.damage import places, replaced
 

@@ -18,7 +18,7 @@ from smupar.paper.figures import fig12 as fig12_module
 from smupar.paper.figures import held, tab02, tab03
 from smupar.paper.published import results
 from smupar.paper.settings import Scale
-from smupar.study.optima import Curve, farthest_move
+from smupar.study.curves.optima import Curve, farthest_move
 from smupar.study.store import Study
 from tests.paper.rows import (
     CPU,

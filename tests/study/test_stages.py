@@ -20,10 +20,10 @@ from smupar.output.files import locked
 from smupar.output.page import read_page
 from smupar.study.axes import grid
 from smupar.study.config import EngineConfig, TransferConfig
+from smupar.study.kinds.transfer import proposals
 from smupar.study.report import write_report
 from smupar.study.stages import run_study, run_until_complete
 from smupar.study.store import Study
-from smupar.study.transfer import proposals
 from tests.lm.run.processes import kill_at_random_moments, quiet, run_command
 from tests.study.tiny import AXES, PROCESSES, TINY, TINY_FLAGS, run
 
@@ -292,7 +292,7 @@ def test_bad_study_raises(bad):
 
 def test_tune_page_has_a_panel_for_each_hyperparameter(tmp_path):
     from smupar.study.config import TuneConfig
-    from smupar.study.tune import define_search
+    from smupar.study.kinds.tune import define_search
 
     search = define_search(TuneConfig(run=replace(TINY, sparsity=0.0, steps=5), num_samples=3))
     with run_study(tmp_path / "study", search, "smupar tune", EngineConfig()) as (study, _):

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from smupar.cli.main import main
 from smupar.lm.run.folder import read_summary
 from smupar.output.json_files import SEAL, DamagedFileError, write_sealed
+from smupar.study.kinds.tune import FORMAT, doubts, read_hps
 from smupar.study.report import definition_of, write_report
 from smupar.study.store import Study
-from smupar.study.tune import FORMAT, doubts, read_hps
 from tests.faults.damage import places, replaced
 from tests.support.texts import words
 

@@ -6,7 +6,7 @@ import math
 from smupar import __version__
 from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.study.config import TransferConfig
-from smupar.study.transfer import define_transfer, proposals
+from smupar.study.kinds.transfer import define_transfer, proposals
 
 RUN = RunConfig(model=ModelConfig(width=64, depth=1, head_dim=16), base_width=32, steps=40, batch_size=4, seq_len=32)
 CONFIG = TransferConfig(

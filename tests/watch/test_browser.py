@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from smupar.output.page import write_page
-from smupar.study.view import StudyView
+from smupar.study.page.view import StudyView
 from smupar.watch.server import serving
 from tests.support.browser import chromium, contrast, needs_chromium
 from tests.watch.studies import RUN, end_run, make_study

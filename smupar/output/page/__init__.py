@@ -1,7 +1,7 @@
 """The page: one template for studies, runs, checks, reproductions and traces.
 
 A page shows a *document*, plain JSON that `document` describes: a sentence, answers, charts, a table of runs, their progress,
-and the command that continues them. `study/view`, `check/coordinates/page`, `updates/page`, `paper/reproduce` and `watch/runs`
+and the command that continues them. `study/page/view`, `check/coordinates/page`, `updates/page`, `paper/page` and `watch/runs`
 make documents. The template draws all documents, so there is one look, one set of controls, and one place for keyboard, colours
 and downloads.
 

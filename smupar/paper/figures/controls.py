@@ -30,7 +30,7 @@ from smupar.lm.run.folder import TRACE_FILE
 from smupar.paper.figure import NUM_SPREADS, USUAL_SPREAD, Claim, Figure, Rows, all_of
 from smupar.paper.figures.fig12 import with_moving_masks
 from smupar.paper.settings import Scale
-from smupar.study.curves import LOSS, Line, Panel, Point
+from smupar.study.curves.curves import LOSS, Line, Panel, Point
 from smupar.study.run_configs import unique
 from smupar.study.store import Study
 

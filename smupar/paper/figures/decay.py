@@ -19,7 +19,7 @@ from smupar.paper.figure import Claim, Figure, Rows, all_of, valid_loss
 from smupar.paper.settings import WEIGHT_DECAY, Scale
 from smupar.rules import DECAYED
 from smupar.study.conventions import density_in_words
-from smupar.study.curves import Line, Panel, Point
+from smupar.study.curves.curves import Line, Panel, Point
 from smupar.study.run_configs import with_fields
 
 DECAYS = (0.0, 0.03, 0.1, 0.2, 0.4)

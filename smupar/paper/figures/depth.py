@@ -16,9 +16,9 @@ from smupar.paper.figure import MORE, STABLE, Claim, Figure, Rows, all_of, edge,
 from smupar.paper.settings import Scale
 from smupar.rules import DEPTH_RULES
 from smupar.study.conventions import density_in_words
-from smupar.study.curves import LOSS, Panel
+from smupar.study.curves.curves import LOSS, Panel
+from smupar.study.curves.optima import Curve, farthest_move, times
 from smupar.study.definition import curve_of
-from smupar.study.optima import Curve, farthest_move, times
 from smupar.study.run_configs import unique, with_fields
 from smupar.study.store import Result
 

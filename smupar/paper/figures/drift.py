@@ -16,7 +16,7 @@ from smupar.output.tables import aligned
 from smupar.paper.figure import STABLE, Claim, Figure, Place, Rows, all_of
 from smupar.paper.figures.decay import decay_run
 from smupar.paper.settings import WEIGHT_DECAY, Scale
-from smupar.study.curves import Line, Panel, Point
+from smupar.study.curves.curves import Line, Panel, Point
 from smupar.study.run_configs import with_fields
 from smupar.updates.trace import Trace
 

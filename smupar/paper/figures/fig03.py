@@ -29,7 +29,7 @@ from smupar.paper.figure import (
 )
 from smupar.paper.settings import Scale
 from smupar.study.conventions import as_rule, density_in_words
-from smupar.study.curves import Line, Panel, Point
+from smupar.study.curves.curves import Line, Panel, Point
 from smupar.study.run_configs import unique
 from smupar.study.store import Study
 

@@ -16,8 +16,8 @@ from smupar.paper.figure import (
 )
 from smupar.paper.figures import fig06
 from smupar.study.conventions import density_in_words
-from smupar.study.curves import LOSS, Line, Panel, Point
-from smupar.study.optima import Curve
+from smupar.study.curves.curves import LOSS, Line, Panel, Point
+from smupar.study.curves.optima import Curve
 
 
 def draw(rows: Rows) -> list[Panel]:

@@ -8,7 +8,7 @@ from functools import partial
 from smupar.lm.config.run_config import RunConfig
 from smupar.paper.figure import STABLE, Claim, Figure, Rows, all_of, curves, moves_more, panels, runs_of, swept
 from smupar.paper.settings import Scale, iso_width
-from smupar.study.optima import farthest_move
+from smupar.study.curves.optima import farthest_move
 
 _HOLDS = 0.005  # losses of two seeds differ by about this share
 

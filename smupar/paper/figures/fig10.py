@@ -25,7 +25,7 @@ from smupar.paper.figure import (
 )
 from smupar.paper.settings import Scale, iso_width
 from smupar.study.conventions import as_rule, density_in_words
-from smupar.study.curves import Panel
+from smupar.study.curves.curves import Panel
 from smupar.study.definition import by_seeds
 
 # SP has two learning rates: 6e-4 for widths 768 to 1088, and 2e-4 for wider models, up to 2176.

@@ -28,8 +28,8 @@ from smupar.paper.figure import (
 )
 from smupar.paper.settings import Scale
 from smupar.study.conventions import density_in_words
-from smupar.study.curves import Panel
-from smupar.study.optima import Curve, farthest_move, times
+from smupar.study.curves.curves import Panel
+from smupar.study.curves.optima import Curve, farthest_move, times
 from smupar.study.run_configs import unique
 from smupar.study.store import Study
 

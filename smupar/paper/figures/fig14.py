@@ -16,7 +16,7 @@ from smupar.paper.figure import (
     sweep_rules,
     title,
 )
-from smupar.study.optima import Curve, farthest_move, times
+from smupar.study.curves.optima import Curve, farthest_move, times
 
 ABLATIONS = ("smupar-init-only", "smupar-lr-only")
 WITH_ABLATIONS = ("sp", "mup", *ABLATIONS, "smupar")

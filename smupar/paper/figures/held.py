@@ -20,7 +20,7 @@ from smupar.paper.figure import Claim, Figure, Rows, all_of, valid_loss
 from smupar.paper.figures.decay import LR, decay_run
 from smupar.paper.settings import Scale
 from smupar.study.conventions import density_in_words
-from smupar.study.curves import Line, Panel, Point
+from smupar.study.curves.curves import Line, Panel, Point
 from smupar.study.run_configs import unique
 
 NO_DECAY, DECAY, HIDDEN, NORMS, HELD = "no decay", "decay", "decay of hidden weights", "decay of norms", "size held"

@@ -8,7 +8,7 @@ from functools import partial
 from smupar.lm.config.run_config import RunConfig
 from smupar.paper.figure import STABLE, Claim, Figure, Rows, all_of, curve, panel, swept
 from smupar.paper.settings import Scale
-from smupar.study.optima import Curve, moved
+from smupar.study.curves.optima import Curve, moved
 
 # Sparsity, pattern and allocation of the masks.
 MASKS = {

@@ -10,10 +10,10 @@ from smupar.output.colours import rule_colour
 from smupar.paper.figure import Claim, Figure, Rows
 from smupar.paper.settings import Scale
 from smupar.study.config import TUNED, TuneConfig
-from smupar.study.curves import Line, Panel, Point
+from smupar.study.curves.curves import Line, Panel, Point
+from smupar.study.kinds.tune import propose, tune_panels
 from smupar.study.run_configs import with_fields
 from smupar.study.store import Result
-from smupar.study.tune import propose, tune_panels
 
 NUM_SAMPLES = {"cpu": 24, "small": 350, "paper": 350}
 # The paper's proxy: 24 layers, 800M tokens of batches of 256 x 2048.

@@ -7,8 +7,8 @@ from smupar.lm.config.run_config import RunConfig
 from smupar.paper.figure import STABLE, Claim, Figure, Rows, curves, panel, swept
 from smupar.paper.settings import Scale
 from smupar.plan.remarks import MIN_WEIGHTS_PER_NEURON
-from smupar.study.curves import Panel
-from smupar.study.optima import Curve, moved
+from smupar.study.curves.curves import Panel
+from smupar.study.curves.optima import Curve, moved
 
 WEIGHTS_PER_NEURON = {"cpu": (16, 8, 4), "small": (64, 16, 8, 4, 2), "paper": (64, 16, 8, 4, 2)}
 

@@ -8,8 +8,8 @@ import math
 from smupar.output.colours import rule_colour
 from smupar.paper.figure import Claim, Figure, Rows, all_of, curves, title
 from smupar.paper.figures import fig06
-from smupar.study.curves import Line, Panel, Point
-from smupar.study.optima import Curve
+from smupar.study.curves.curves import Line, Panel, Point
+from smupar.study.curves.optima import Curve
 
 _RULES = ("sp", "mup")  # SmuPar corrects for it
 # Closer to a learning rate in proportion to 1 / weights per neuron, an exponent of 1, than to a constant one.

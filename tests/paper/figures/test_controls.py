@@ -11,8 +11,8 @@ from smupar.paper.figures.controls import CONSTANT, MEASURED, SMUPAR
 from smupar.paper.reproduce import reproduce
 from smupar.paper.settings import Scale
 from smupar.study.config import EngineConfig
+from smupar.study.kinds.sweep import sweep_from_json
 from smupar.study.store import Study
-from smupar.study.sweep import sweep_from_json
 from smupar.updates.trace import Trace
 from tests.paper.rows import finished
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from smupar.study.curves import Line, Panel, Point, chart_of, line_of
-from smupar.study.picture import draw_png, line_colour
-from tests.study.test_curves import parabola, seeded
+from smupar.study.curves.curves import Line, Panel, Point, chart_of, line_of
+from smupar.study.curves.picture import draw_png, line_colour
+from tests.study.curves.test_curves import parabola, seeded
 from tests.support.browser import contrast
 
 

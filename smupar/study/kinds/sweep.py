@@ -12,7 +12,7 @@ from smupar.lm.config.run_config import RunConfig
 from smupar.output.json_files import as_record
 from smupar.study.axes import grid
 from smupar.study.config import TUNED
-from smupar.study.curves import LOSS, Line, Panel, Point
+from smupar.study.curves.curves import LOSS, Line, Panel, Point
 from smupar.study.definition import Findings, StudyDefinition, best_in_short, best_in_words, by_seeds, cell, mean_loss
 from smupar.study.run_configs import refuse_unknown_field, unique
 from smupar.study.store import Result, fields_of, row_of

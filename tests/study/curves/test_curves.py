@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from smupar.lm.config.run_config import ModelConfig, RunConfig
-from smupar.study.curves import Line, Panel, Point, chart_of, interval, line_of, octaves
+from smupar.study.curves.curves import Line, Panel, Point, chart_of, interval, line_of, octaves
 from smupar.study.definition import curve_of
 from smupar.study.store import Result
 from tests.study.tiny import summary

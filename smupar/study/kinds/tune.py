@@ -22,7 +22,7 @@ from smupar.output.optional import optional
 from smupar.output.page.document import Answer
 from smupar.refusals import refuse
 from smupar.study.config import TUNED, TuneConfig
-from smupar.study.curves import LOSS, Line, Panel, Point
+from smupar.study.curves.curves import LOSS, Line, Panel, Point
 from smupar.study.definition import Findings, Stage, StudyDefinition, best_in_words
 from smupar.study.run_configs import with_fields
 from smupar.study.store import Result, Study

@@ -17,10 +17,10 @@ from smupar.cli.main import main
 from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.output.json_files import sealed_json
 from smupar.study.config import TUNED, EngineConfig, TuneConfig
+from smupar.study.kinds.tune import FORMAT, Tuned, define_search, doubts, propose, read_hps, sensitivity, write_best
 from smupar.study.run_configs import with_fields
 from smupar.study.stages import run_study
 from smupar.study.store import Study
-from smupar.study.tune import FORMAT, Tuned, define_search, doubts, propose, read_hps, sensitivity, write_best
 from tests.support.texts import words
 
 PROXY = RunConfig(
@@ -159,8 +159,8 @@ def test_killed_search_ends_with_the_same_best(tmp_path):
         config = replace(TINY, method=method, round_size=4, run=replace(PROXY, steps=60))
         whole = tune(config, SERIAL, out=str(tmp_path / f"{method}-whole"))
         out = tmp_path / f"{method}-killed"
-        code = f"from tests.study.test_tune import *; tune({_source(config)}, SERIAL, out={str(out)!r})"
-        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+        code = f"from tests.study.kinds.test_tune import *; tune({_source(config)}, SERIAL, out={str(out)!r})"
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3]), "OMP_NUM_THREADS": "1"}
         process = subprocess.Popen([sys.executable, "-c", code], env=environment, stderr=subprocess.DEVNULL)
         until = time.monotonic() + 100
         while len(list(out.glob("runs/*/summary.json"))) < 5 and time.monotonic() < until:

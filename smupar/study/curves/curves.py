@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from smupar.output.page.document import Chart, ChartLine, ChartPoint, Optimum, finite
 from smupar.rules import RULES
-from smupar.study.optima import Curve
+from smupar.study.curves.optima import Curve
 
 LOSS = "loss (mean of the last 5 % of steps)"
 _LOSS_OF_PAGE = "loss (nats per token)"  # a page explains elsewhere that this is a mean

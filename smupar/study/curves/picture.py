@@ -14,7 +14,7 @@ from typing import Any
 
 from smupar.output.colours import mixed, rule_colour
 from smupar.output.pictures import new_figure, save_figure
-from smupar.study.curves import Line, Panel, interval, octaves, rule_in, y_range
+from smupar.study.curves.curves import Line, Panel, interval, octaves, rule_in, y_range
 
 _WIDTH, _HEIGHT, _ROW = 3.15, 2.6, 0.2  # inches: of a panel, of its curves, of each row above them
 _MOST_ROWS = 12

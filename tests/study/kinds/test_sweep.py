@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from smupar.lm.config.run_config import ModelConfig, RunConfig
+from smupar.study.kinds.sweep import define_sweep
 from smupar.study.store import Study
-from smupar.study.sweep import define_sweep
 from tests.study.tiny import summary
 
 TINY = RunConfig(model=ModelConfig(width=32, depth=1, head_dim=16), base_width=32, steps=2)

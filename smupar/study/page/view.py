@@ -13,18 +13,20 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from smupar.lm.config.run_config import RunConfig
 from smupar.output.json_files import WRONG_TYPES, DamagedFileError, printable
 from smupar.output.page import write_page
 from smupar.output.page.document import Chart, Document, thinned
-from smupar.study.curves import chart_of
+from smupar.study.curves.curves import chart_of
 from smupar.study.definition import Findings, StudyDefinition
+from smupar.study.kinds.reproduction import reproduction_from_json
+from smupar.study.kinds.sweep import sweep_from_json
+from smupar.study.kinds.transfer import transfer_from_json
+from smupar.study.kinds.tune import search_from_json
 from smupar.study.live import Signs, read_planned, read_signs, repeated
-from smupar.study.reproduction import reproduction_from_json
-from smupar.study.run_configs import unique
-from smupar.study.run_table import (
+from smupar.study.page.run_table import (
     progress_of,
     read_metrics,
     read_run,
@@ -33,13 +35,8 @@ from smupar.study.run_table import (
     table_of,
     unfinished_row,
 )
+from smupar.study.run_configs import unique
 from smupar.study.store import Result, Study, fields_of
-from smupar.study.sweep import sweep_from_json
-from smupar.study.transfer import transfer_from_json
-from smupar.study.tune import search_from_json
-
-if TYPE_CHECKING:
-    pass
 
 # Readers of study.json by kind. Any other kind is read as a sweep without axes.
 FROM_JSON: dict[str, Callable[[dict[str, Any]], StudyDefinition]] = {

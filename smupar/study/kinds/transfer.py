@@ -16,11 +16,11 @@ from smupar.output.page.document import Answer, Tone
 from smupar.refusals import refuse
 from smupar.study.config import TransferConfig
 from smupar.study.conventions import density_in_words
-from smupar.study.curves import LOSS, Line, Panel, Point, line_of
+from smupar.study.curves.curves import LOSS, Line, Panel, Point, line_of
+from smupar.study.curves.optima import STABLE, Curve, farthest_move, is_lower_bound, move_in_words, moved, times
 from smupar.study.definition import Findings, Stage, StudyDefinition, curve_of, seeds_of, with_more_seeds
-from smupar.study.optima import STABLE, Curve, farthest_move, is_lower_bound, move_in_words, moved, times
+from smupar.study.kinds.setups import MEASURED, Setup, proxy_of, run_of, setups_of, title_of
 from smupar.study.run_configs import unique
-from smupar.study.setups import MEASURED, Setup, proxy_of, run_of, setups_of, title_of
 from smupar.study.store import Result, Study
 
 _NAMES = {"lr": "learning rate", "init_std": "init std", "alpha_input": "alpha_input", "alpha_output": "alpha_output"}

@@ -8,15 +8,15 @@ import pytest
 from smupar.cli.main import main
 from smupar.study.axes import parse_axes
 from smupar.study.config import EngineConfig, TransferConfig
-from smupar.study.curves import Line, Panel, Point
+from smupar.study.curves.curves import Line, Panel, Point
+from smupar.study.curves.optima import Curve, move_in_words, moved
+from smupar.study.curves.picture import draw_png
 from smupar.study.definition import more_seeds
 from smupar.study.engines import execute
-from smupar.study.optima import Curve, move_in_words, moved
-from smupar.study.picture import draw_png
+from smupar.study.kinds.transfer import Verdict, _answer, analyse, headline, panels, proposals, sentence
 from smupar.study.report import write_report
 from smupar.study.stages import run_until_complete
 from smupar.study.store import Study
-from smupar.study.transfer import Verdict, _answer, analyse, headline, panels, proposals, sentence
 from tests.study.tiny import TINY, TINY_FLAGS, summary
 
 

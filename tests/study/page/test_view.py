@@ -14,13 +14,13 @@ import pytest
 from smupar.lm.config.run_config import RunConfig
 from smupar.output.page import read_page
 from smupar.study.config import EngineConfig
+from smupar.study.kinds.sweep import define_sweep
 from smupar.study.live import beating, read_planned, read_signs, repeated, write_planned
+from smupar.study.page.view import StudyView
 from smupar.study.progress import StudyProgress
 from smupar.study.report import write_report
 from smupar.study.stages import run_study
 from smupar.study.store import Study
-from smupar.study.sweep import define_sweep
-from smupar.study.view import StudyView
 from tests.watch.studies import CONFIG, RUN, end_run, make_study
 
 
@@ -281,7 +281,7 @@ def test_signs_of_life_hold_the_time_left(tmp_path):
 def test_page_of_a_study_needs_no_torch(tmp_path):
     make_study(tmp_path)
     code = (
-        "import sys; from pathlib import Path; import smupar.watch.server; from smupar.study.view import StudyView\n"
+        "import sys; from pathlib import Path; import smupar.watch.server; from smupar.study.page.view import StudyView\n"
         f"assert StudyView(Path({str(tmp_path)!r})).document()['headline']; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -2,7 +2,7 @@
 
 import json
 
-from smupar.study.view import StudyView
+from smupar.study.page.view import StudyView
 from tests.watch.studies import make_study
 
 SHARED = {"kind": "reproduce", "scale": "cpu", "data": "stdlib"}
