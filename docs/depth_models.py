@@ -26,7 +26,7 @@ sys.path.insert(0, str(DOCS.parent))  # for the batches, which live beside the t
 
 import smupar  # noqa: E402
 from smupar.integrations import huggingface  # noqa: E402
-from tests.architectures.architecture import HEAD_DIM, LENGTH, NUM_CLASSES, VOCAB, labels, noise, tokens  # noqa: E402
+from tests.support.architectures.architecture import HEAD_DIM, LENGTH, NUM_CLASSES, VOCAB, labels, noise, tokens  # noqa: E402
 
 ROWS = DOCS / "lab" / "depth-models.json"
 COLUMNS = ("rule", "depth_rule", "density", "place", "quantity", "step", "slope", "ci", "verdict")

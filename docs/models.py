@@ -1,4 +1,4 @@
-"""Tries smupar on every architecture of tests/architectures and writes docs/models.md.
+"""Tries smupar on every architecture of tests/support/architectures and writes docs/models.md.
 
 ``python docs/models.py`` does everything, which took an hour on a busy machine. Each row goes to docs/lab/models.json
 as it ends, and a row that is there and of the present state of the code is not run again. Names as arguments run these rows
@@ -33,7 +33,7 @@ from smupar.check.coordinates.verdict import UNCLEAR  # noqa: E402
 from smupar.integrations import huggingface  # noqa: E402
 from smupar.output.files import write_atomic  # noqa: E402
 from smupar.plan.plan import Plan, PlanRow  # noqa: E402
-from tests.architectures import ALL, PLAIN, Architecture  # noqa: E402
+from tests.support.architectures import ALL, PLAIN, Architecture  # noqa: E402
 
 PAGE, ROWS = DOCS / "models.md", DOCS / "lab" / "models.json"
 # What decides the numbers of a row.

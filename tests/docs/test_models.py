@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.architectures import ALL
+from tests.support.architectures import ALL
 
 MODELS = runpy.run_path(str(Path(__file__).parents[2] / "docs" / "models.py"))
 SHOWN = MODELS["shown_rows"]()

@@ -11,8 +11,8 @@ import smupar
 from smupar.check.coordinates.places import NARROWING, WIDENING
 from smupar.check.coordinates.readings import CHANGE, DY, GRAD_X, OF_LOSS, Y
 from smupar.check.coordinates.verdict import FAIL, PASS
-from tests.architectures.architecture import settle_all
 from tests.check.grid import batches_of, check, size_of, slope_of, twin
+from tests.support.architectures.architecture import settle_all
 from tests.support.models import mixture
 
 RANK = 32

@@ -10,7 +10,7 @@ from typing import Any
 import transformers as hf
 from torch import Tensor, nn
 
-from tests.architectures.architecture import FIXED, HEAD_DIM, VOCAB, Architecture, labels, tokens
+from tests.support.architectures.architecture import FIXED, HEAD_DIM, VOCAB, Architecture, labels, tokens
 
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 

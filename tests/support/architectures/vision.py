@@ -9,8 +9,8 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from tests.architectures.architecture import HEAD_DIM, NUM_CLASSES, VOCAB, Architecture, labels, noise, tokens
-from tests.architectures.language import SPECIAL, dict_loss, names
+from tests.support.architectures.architecture import HEAD_DIM, NUM_CLASSES, VOCAB, Architecture, labels, noise, tokens
+from tests.support.architectures.language import SPECIAL, dict_loss, names
 
 IMAGE = {"image_size": 8, "patch_size": 4, "num_channels": 3}
 

@@ -1,9 +1,9 @@
 """Models that smupar is tried on, made from tiny configs with random weights. docs/models.py makes a page of them."""
 
-from tests.architectures.architecture import Architecture
-from tests.architectures.language import DECODERS, OTHERS
-from tests.architectures.plain import PLAIN
-from tests.architectures.vision import SEEING
+from tests.support.architectures.architecture import Architecture
+from tests.support.architectures.language import DECODERS, OTHERS
+from tests.support.architectures.plain import PLAIN
+from tests.support.architectures.vision import SEEING
 
 __all__ = ["ALL", "PLAIN", "TRANSFORMERS", "Architecture"]
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
-from tests.architectures.architecture import (
+from tests.support.architectures.architecture import (
     FIXED,
     HEAD_DIM,
     NUM_CLASSES,
