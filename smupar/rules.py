@@ -17,6 +17,7 @@ base model's.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
@@ -232,8 +233,9 @@ def depth_factor(m_depth: Fraction, exponent: Fraction) -> float:
     return float(m_depth ** int(exponent) if exponent.denominator == 1 else float(m_depth) ** float(exponent))
 
 
-def get_rule(name: str) -> Rule:
+def get_rule(name: str, *, beside: Iterable[str] = ()) -> Rule:
+    """The rule of this name. ``beside`` are names of other things that the caller takes as well, for the error."""
     if name not in RULES:
-        meant = f"write {name.lower()!r}" if name.lower() in RULES else f"choose one of {', '.join(RULES)}"
+        meant = f"write {name.lower()!r}" if name.lower() in RULES else f"choose one of {', '.join([*RULES, *beside])}"
         raise ValueError(f"unknown rule {name!r}: {meant}")
     return RULES[name]

@@ -12,7 +12,7 @@ import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -69,7 +69,7 @@ def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     # Idle threads must not spin for long: with another job on the same cores, a step took up to 20 times as long.
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # read when torch is loaded
-    warnings.showwarning = lambda message, *_, **__: _note(message, sys.stderr)
+    warnings.showwarning = _once(lambda message: _note(message, sys.stderr))
     make_streams_safe()
     try:
         code = _run(argv)
@@ -134,11 +134,23 @@ def _quiet() -> Iterator[None]:
         contextlib.redirect_stdout(nowhere),
         contextlib.redirect_stderr(nowhere),
     ):
-        usual, warnings.showwarning = warnings.showwarning, lambda message, *_, **__: _note(message, errors)
+        usual, warnings.showwarning = warnings.showwarning, _once(lambda message: _note(message, errors))
         try:
             yield
         finally:
             warnings.showwarning = usual
+
+
+def _once(show: Callable[[Warning | str], None]) -> Callable[..., None]:
+    """A handler of warnings that shows each message once. The models of a command often share their notes."""
+    shown: set[str] = set()
+
+    def handle(message: Warning | str, *_: Any, **__: Any) -> None:
+        if str(message) not in shown:
+            shown.add(str(message))
+            show(message)
+
+    return handle
 
 
 def _note(message: Warning | str, stream: TextIO) -> None:

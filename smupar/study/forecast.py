@@ -93,10 +93,11 @@ class StudyForecast:
 def forecast(folder: str | Path, definition: StudyDefinition, how: EngineConfig) -> StudyForecast:
     """Predicts the cost of what is left of a study. Writes nothing."""
     study = Study(folder)
-    configs, num_first, counts_all = _all_runs(study, definition)
+    with warnings.catch_warnings(action="ignore", category=PlanWarning):  # the runs themselves will warn
+        configs, num_first, counts_all = _all_runs(study, definition)
+        costs = {config.id: estimate(config) for config in unique(configs)}
     missing = study.missing(configs)
     refuse_impossible(missing)
-    costs = {config.id: estimate(config) for config in unique(configs)}
     left = [costs[config.id] for config in missing]
     sizes = [cost.num_parameters for cost in costs.values()]
     seconds, memory, source = _on_cluster(left) if how.engine == "ray" else _on_this_machine(missing, costs, how)

@@ -71,7 +71,7 @@ def test_bad_input_exits_with_2_and_one_line(command):
     assert done.returncode == 2
     assert done.stderr.startswith("smupar: ")
     assert "Traceback" not in done.stderr
-    assert "divisible by 7" in done.stderr
+    assert "needs a width that is a multiple of 7" in done.stderr
 
 
 def test_pattern_that_fixes_the_density_needs_no_sparsity(command):

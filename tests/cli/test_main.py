@@ -9,8 +9,11 @@ import struct
 import subprocess
 import sys
 import termios
+import warnings
 
 import pytest
+
+from smupar.cli.main import main
 
 SIZE = ["--width", "64", "--depth", "1", "--seq-len", "16", "--batch-size", "2", "--valid-batches", "1"]
 SWEEP = ["sweep", "lr=0.01,0.02", *SIZE, "--engine", "stacked", "--device", "cpu"]
@@ -65,6 +68,14 @@ def test_command_that_is_still_loading_is_interrupted_at_once(tmp_path):
     said, code = on_terminal(["sweep", "lr=0.01,0.02", "--out", str(tmp_path / "s")], 80, until="loading PyTorch")
     assert (code, "smupar: interrupted" in said, "Traceback" in said) == (130, True, False)
     assert not (tmp_path / "s").exists()
+
+
+def test_note_is_said_once(monkeypatch, capsys):
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # main sets it for the whole process
+    main(["rules"])
+    for text in ("thin", "thin", "wide"):
+        warnings.showwarning(text, UserWarning, "", 0)
+    assert capsys.readouterr().err.splitlines() == ["smupar: note: thin", "smupar: note: wide"]
 
 
 def test_reader_that_ends_first_is_no_error():

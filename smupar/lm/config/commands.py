@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Literal
 
 from smupar.lm.config.run_config import RunConfig
@@ -12,6 +13,7 @@ from smupar.lm.config.validation import (
     check_choices,
     check_not_negative,
     check_not_too_large,
+    check_pattern_fits,
     check_positive,
     check_sparsities,
 )
@@ -113,6 +115,8 @@ class CheckConfig:
         check_sparsities(*self.sparsities)
         refuse(not self.widths or min(self.widths) < 1, f"widths must be whole numbers from 1 on, got {self.widths}")
         check_not_too_large("width", *self.widths)
+        for sparsity, width in product(filter(None, self.sparsities), self.widths):
+            check_pattern_fits(self.pattern, width, self.head_dim, sparsity)
         check_choices(self)
         refuse(self.depths and min(self.depths) < 1, f"depths must be whole numbers from 1 on, got {self.depths}")
         check_not_too_large("depth", *self.depths)

@@ -196,16 +196,30 @@ def n_of_m(pattern: str) -> tuple[int, int] | None:
     return (int(kept), int(of)) if kept.isdigit() and of.isdigit() else None
 
 
-def _check_pattern(run: RunConfig) -> None:
-    if fixed := n_of_m(run.pattern):
+def check_pattern_fits(pattern: str, width: int, head_dim: int, sparsity: float) -> None:
+    """Refuses a sparsity that a pattern does not have, and a width that cannot be divided into its groups or blocks. With
+    sparsity 0 the model is dense, or the pattern itself fixes the sparsity."""
+    fixed, (kind, _, size) = n_of_m(pattern), pattern.partition("-")
+    if fixed:
         kept, of = fixed
-        refuse(not 0 < kept < of, f"pattern {run.pattern!r}: N:M needs 0 < N < M")
-        exact, typed = 1 - kept / of, run.sparsity or 0.0
+        refuse(not 0 < kept < of, f"pattern {pattern!r}: N:M needs 0 < N < M")
         refuse(
-            typed and abs(typed - exact) > _ROUNDING,
-            f"the pattern {run.pattern} keeps {kept} of {of} weights: leave --sparsity out, or say {exact:g} "
-            f"(or 0 for a dense model), not {typed:g}",
+            sparsity and abs(sparsity - (1 - kept / of)) > _ROUNDING,
+            f"the pattern {pattern} keeps {kept} of {of} weights, so the sparsity is {1 - kept / of:g} (or 0 for a dense "
+            f"model), not {sparsity:g}",
         )
+    tile = fixed[1] if fixed else int(size) if kind == "block" and size.isdigit() else 1
+    step = math.lcm(max(1, tile), head_dim)
+    refuse(
+        tile > 1 and width % tile > 0,
+        f"the pattern {pattern} needs a width that is a multiple of {tile}, not {width}: "
+        f"{max(1, round(width / step)) * step} would be, or choose another --pattern",
+    )
+
+
+def _check_pattern(run: RunConfig) -> None:
+    if run.sparsity != 0:  # None: the pattern fixes it
+        check_pattern_fits(run.pattern, run.model.width, run.model.head_dim, run.sparsity or 0.0)
     refuse(
         run.allocation != "uniform" and ":" in run.pattern,
         f"the pattern {run.pattern} fixes the density of every layer: leave --allocation uniform",

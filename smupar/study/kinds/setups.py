@@ -19,7 +19,7 @@ OURS = {MEASURED: "measured updates", MOMENT: "SmuPar, density of the moment"}
 
 
 def title_of(rule: str) -> str:
-    return OURS[rule] if rule in OURS else get_rule(rule).title
+    return OURS[rule] if rule in OURS else get_rule(rule, beside=OURS).title
 
 
 class Setup(NamedTuple):

@@ -53,7 +53,9 @@ def test_explain_has_titles_and_verdicts(report):
         assert f"{title}: {report.verdicts[rule].upper()} over width (at density 1, 0.5) and density (at width 64, 32)" in words
     assert "2 steps, 2 seeds" in words
     assert report.verdicts["sp"] == FAIL
-    assert "use rule='smupar'" in words
+    assert "the rule itself does not correct for this axis [" in words  # baselines are there to fail beside SmuPar
+    alone = replace(report, plans={point: plan for point, plan in report.plans.items() if point.rule == "sp"})
+    assert "the rule itself does not correct for this axis: use rule='smupar' [" in alone.explain()
 
 
 def strict_json(text):
