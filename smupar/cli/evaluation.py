@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from smupar.cli.answers import Reply, TextLine
 from smupar.cli.answers import table as aligned_lines
 from smupar.cli.commands import Folder
-from smupar.cli.flags import Typed
+from smupar.cli.flags import Arg, Typed
 from smupar.cli.loading import loading
 from smupar.lm.config.commands import EvalConfig, ScoringConfig, TasksConfig
 from smupar.lm.config.fields import changed
@@ -34,7 +34,7 @@ def _tabulated(results: Results, out: str) -> Reply:
     return Reply([*aligned_lines(str(results)), where], {"folder": out, "results": results})
 
 
-def requests(config: Annotated[Typed, TasksConfig], out: str = "requests.jsonl") -> Reply:
+def requests(config: Annotated[Typed, TasksConfig], out: Annotated[str, Arg("FILE")] = "requests.jsonl") -> Reply:
     """Write the questions of the tasks to a file, for `smupar eval score`. Needs the harness.
 
     Args:
@@ -51,7 +51,7 @@ def score(
     folder: Folder,
     config: Annotated[Typed, ScoringConfig],
     requests: str = "requests.jsonl",
-    out: str = "scores.jsonl",
+    out: Annotated[str, Arg("FILE")] = "scores.jsonl",
 ) -> Reply:
     """Compute the loglikelihoods for a file of requests, without the harness. If interrupted, run the same command to resume.
 

@@ -47,8 +47,8 @@ class TransferConfig:
     values: tuple[float, ...] = ()
     """Values to sweep. Default: 2^-11 .. 2^-4 for lr, and 1/8 to 8 times the tuned value for others."""
     rules: tuple[str, ...] = ("sp", "mup", "smupar")
-    """Rules of Table 1 to compare. measured: SmuPar's init; learning rates are set so that updates have the same effect
-    as in the proxy's best run.
+    """Rules to compare: those of --rule of `smupar train`, and two more.
+    measured: SmuPar's init; learning rates are set so that updates have the same effect as in the proxy's best run.
     moment, only with --dynamic gmp or imp: SmuPar with the current density (smupar uses the final density, as in the paper)."""
     sparsities: tuple[float, ...] = (0.0, 0.75, 0.9375)
     """Sparsities of the targets."""

@@ -92,8 +92,11 @@ class Report:
         for quantity in JUDGED:
             failing = [slope for slope in deciding if slope.quantity == quantity and slope.verdict == FAIL]
             lines += [_failing(quantity, failing)] if failing else []
-        diagnoses = [diagnosis for diagnosis in self.diagnoses if diagnosis.rule == rule]
-        lines += [f"  {'note' if diagnosis.is_caution else 'likely cause'}: {diagnosis}" for diagnosis in diagnoses]
+        return lines + self._causes(rule)
+
+    def _causes(self, rule: str) -> list[str]:
+        found = [diagnosis for diagnosis in self.diagnoses if diagnosis.rule == rule]
+        lines = [f"  {'note' if diagnosis.is_caution else 'likely cause'}: {diagnosis}" for diagnosis in found]
         # A baseline is there to fail beside SmuPar, so nobody has to be told to use SmuPar.
         return [line.replace(": use rule='smupar'", "") for line in lines] if "smupar" in self.rules else lines
 
