@@ -289,7 +289,7 @@ def table_4() -> str:
     every = (
         f"adamw, betas {about.betas}, epsilon {about.eps:g}, {about.decay} weight decay {WEIGHT_DECAY:g}, clipping at {CLIP:g}"
     )
-    return f"{aligned(lines)}\n\nevery run: {every}"
+    return f"{aligned(lines)}\n\nunless a page says otherwise: {every}"
 
 
 def _values_at(experiment: str, scale: str, printed: dict[str, float] | None, name: str) -> dict[str, float] | None:

@@ -137,7 +137,7 @@ def test_machine_is_for_dry_runs():
 
 
 def test_resolved_configurations_are_normalised():
-    typed = {"data": "text/", "pattern": "1:3", "sparsity": 0.667}
+    typed = {"data": "text/", "pattern": "1:3", "sparsity": 0.667, "width": 96}
     run = resolve(RunConfig, Request(typed))
     assert (run.data, run.sparsity) == ("text", 1 - 1 / 3)
     assert resolve(TuneConfig, Request({"data": "text/"})).run.data == "text"
@@ -155,10 +155,10 @@ def test_parsing_keeps_what_was_typed_and_nothing_else():
 
 
 def test_construction_changes_nothing_and_ids_do_not_depend_on_spelling():
-    run = RunConfig(data="text/", valid_data="more/", pattern="1:3", sparsity=0.667)
+    run = RunConfig(model=ModelConfig(width=96), data="text/", valid_data="more/", pattern="1:3", sparsity=0.667)
     assert (run.data, run.valid_data, run.sparsity) == ("text/", "more/", 0.667)
     assert run.density == 1 - (1 - 1 / 3)
-    same = RunConfig(data="text", valid_data="more", pattern="1:3", sparsity=1 - 1 / 3)
+    same = RunConfig(model=ModelConfig(width=96), data="text", valid_data="more", pattern="1:3", sparsity=1 - 1 / 3)
     assert run.normalised == RunConfig.from_json(run.to_json()) == same
     assert run.id == same.id != RunConfig().id
 

@@ -289,8 +289,8 @@ def test_figure_12_reads_five_columns():
     at_edge = parabolas([*fig12.runs(CPU), *measured], lambda run: best(run) + 0.3 * (best(run) > -6))
     assert [part.holds for part in fig12.claim(at_edge).parts] == 2 * [True, None, None, True, True]
     assert [panel.title.partition(":")[0] for panel in fig12.draw(rows)] == [
-        *("GMP, SP", "GMP, muP", "GMP, SmuPar", "GMP, measured updates", "GMP, density of the moment"),
-        *("RigL, SP", "RigL, muP", "RigL, SmuPar", "RigL, measured updates"),
+        *("GMP, SP", "GMP, muP", "GMP, SmuPar", "RigL, SP", "RigL, muP", "RigL, SmuPar"),
+        *("GMP, measured updates", "GMP, density of the moment", "RigL, measured updates"),
     ]
 
 

@@ -44,6 +44,7 @@ class Panel:
     lines: tuple[Line, ...]
     marked_x: float | None = None  # x of a dotted vertical line
     marked_label: str = ""
+    level: tuple[float, str] | None = None  # y of a dashed horizontal line, and its label
     log_x: bool = True
     whole_y: bool = False  # True: y ranges over all values; False: only over those near the best
     rule: str = ""  # title of the rule that gives the colour on a page

@@ -14,6 +14,7 @@ from typing import Any
 
 from smupar.output.colours import mixed, rule_colour
 from smupar.output.pictures import new_figure, save_figure
+from smupar.study.conventions import density_in_words
 from smupar.study.curves.curves import Line, Panel, interval, octaves, rule_in, y_range
 
 _WIDTH, _HEIGHT, _ROW = 3.15, 2.6, 0.2  # inches: of a panel, of its curves, of each row above them
@@ -24,11 +25,11 @@ _SEEDS: dict[str, Any] = {"linestyle": "none", "marker": "o", "markersize": 3.2,
 
 
 def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: int | None = None) -> None:
-    """Draws all panels in one row, or in rows of ``columns``."""
-    columns = min(columns or len(panels), len(panels))
+    """Draws the panels in rows of ``columns``, by default of at most three, so that they stay readable on a page."""
+    columns = min(columns or _columns(len(panels)), len(panels))
     num_rows = -(-len(panels) // columns)
     above = max(_num_optima(panel) for panel in panels)
-    many = not above and max(map(_num_keys, panels)) > 4  # a legend inside would cover the lines, so it goes beside the panels
+    many = not above and max(_num_keys(panel, panels) for panel in panels) > 4  # the legend is beside, to cover no lines
     height = _HEIGHT + 0.75 + _ROW * above
     beside = 2.6 if many or (above and columns == 1) else 0.9  # one panel is narrower than its title and the legend below it
     figure = new_figure(figsize=(_WIDTH * columns + beside, height * num_rows), layout="constrained")
@@ -36,20 +37,28 @@ def draw_png(panels: Sequence[Panel], path: Path, title: str = "", *, columns: i
     labels = [_labels(panel) for panel in panels]
     for number, (panel, (top, axis)) in enumerate(zip(panels, places, strict=True)):
         first = number % columns == 0 or panel.y_label != panels[number - 1].y_label
-        _draw_panel(panel, axis, *y_range([other for other in panels if other.y_label == panel.y_label]))
+        _draw_panel(panel, axis, *_y_range_beside(panel, panels))
         _draw_title(panel, top)
         if above:
             _draw_optima(panel, top, axis, with_names=first or labels[number] != labels[number - 1])
         elif not many and (panel is panels[-1] or labels[number] != labels[-1]):  # panels with equal lines share a legend
             axis.legend(fontsize=8, loc="best", framealpha=0.9, edgecolor="none")
-        if first:
-            axis.set_ylabel(panel.y_label, color=_TEXT, fontsize=8.5)
-        else:
-            axis.tick_params(labelleft=len({panel.y_label for panel in panels}) > 1)
+        _label_y(panel, axis, panels, with_name=first)
+    _share_x(panels, [axis for _, axis in places])
     _draw_legend(figure, panels, [axis for place in places for axis in place], above=bool(above), many=many)
     if title:
         figure.suptitle(title, fontsize=11)
     save_figure(figure, path, dpi=180)
+
+
+def _columns(num: int) -> int:
+    """Panels in a row. Four panels are a square."""
+    return 2 if num == 4 else 3
+
+
+def _label_y(panel: Panel, axis: Any, panels: Sequence[Panel], *, with_name: bool) -> None:
+    axis.set_ylabel(panel.y_label if with_name else "", color=_TEXT, fontsize=8.5)
+    axis.tick_params(labelleft=with_name or any(other.y_label != panel.y_label for other in panels))
 
 
 def _places(figure: Any, num: int, num_rows: int, columns: int, above: int) -> list[tuple[Any, Any]]:
@@ -63,6 +72,15 @@ def _places(figure: Any, num: int, num_rows: int, columns: int, above: int) -> l
     return list(zip(tops[:num], bottoms[:num], strict=True))
 
 
+def _share_x(panels: Sequence[Panel], axes: Sequence[Any]) -> None:
+    """Gives panels over the same linear x one range."""
+    xs = [point.x for panel in panels for line in panel.lines for point in line.points]
+    if xs and not any(panel.log_x or panel.falling_x or panel.x_label != panels[0].x_label for panel in panels):
+        room = 0.05 * (max(xs) - min(xs))
+        for axis in axes:
+            axis.set_xlim(min(xs) - room, max(xs) + room)
+
+
 def _num_optima(panel: Panel) -> int:
     """The number of rows above the curves; 0 if the panel has no reference, or too many curves."""
     is_drawn = panel.marked_x is not None and panel.log_x and 1 < len(panel.lines) <= _MOST_ROWS
@@ -73,9 +91,19 @@ def _labels(panel: Panel) -> list[str]:
     return [line.label for line in panel.lines]
 
 
-def _num_keys(panel: Panel) -> int:
-    """Number of entries in the legend of a panel."""
-    return len(panel.lines) + sum([_has_best(panel), _has_seeds(panel), panel.marked_x is not None])
+def _num_keys(panel: Panel, panels: Sequence[Panel]) -> int:
+    """Number of entries in the legend of one of the panels."""
+    marks = [_has_best(panel), _has_seeds(panel), panel.marked_x is not None, panel.level is not None]
+    return len(panel.lines) + sum(marks) + _exceeds(panel, _y_range_beside(panel, panels)[1])
+
+
+def _y_range_beside(panel: Panel, panels: Sequence[Panel]) -> tuple[float, float]:
+    """The range of y that a panel shares with those that show the same."""
+    return y_range([other for other in panels if other.y_label == panel.y_label])
+
+
+def _exceeds(panel: Panel, high: float) -> bool:
+    return any(point.y > high for line in panel.lines for point in line.points)
 
 
 def _has_best(panel: Panel) -> bool:
@@ -104,7 +132,8 @@ def _draw_legend(figure: Any, panels: Sequence[Panel], axes: Any, *, above: bool
     lines = dict.fromkeys(line.label for panel in panels for line in panel.lines)
     if above:
         rest = [label for label in keys if label not in lines]
-        figure.legend([keys[label] for label in rest], rest, fontsize=8, loc="outside lower center", ncols=4, frameon=False)
+        ncols = 2 if len(axes) == 2 else 4  # a single panel, with the rows above it, is narrow
+        figure.legend([keys[label] for label in rest], rest, fontsize=8, loc="outside lower center", ncols=ncols, frameon=False)
     else:
         labels = dict.fromkeys([*lines, *keys])  # lines come first
         figure.legend([keys[label] for label in labels], labels, fontsize=8, loc="outside right center", frameon=False)
@@ -117,12 +146,20 @@ def _draw_panel(panel: Panel, axis: Any, low: float, high: float) -> None:
         axis.plot([], [], "*", color="0.3", markersize=9, label="best run (hollow: at the edge)")
     if _has_seeds(panel):
         axis.plot([], [], color="0.3", label="single seeds; lines are means", **_SEEDS)
+    if _exceeds(panel, high):
+        axis.plot([], [], "^", color="0.3", markersize=5, linestyle="none", label="above the range")
     if panel.marked_x is not None:
         axis.axvline(panel.marked_x, color=_GREY, linewidth=1, linestyle=":", label=panel.marked_label)
+    if panel.level is not None:
+        axis.axhline(panel.level[0], color=_GREY, linewidth=1, linestyle="--", label=panel.level[1])
     if panel.log_x:
         axis.set_xscale("log", base=2)
     if panel.falling_x:
         axis.invert_xaxis()
+    if panel.x_label.startswith("density"):
+        xs = sorted({point.x for line in panel.lines for point in line.points})
+        axis.set_xticks(xs, [density_in_words(1 - x) for x in xs])
+        axis.minorticks_off()
     axis.set_ylim(low, high)
     axis.set_xlabel(panel.x_label, color=_TEXT)
     axis.grid(True, color="0.92")

@@ -10,13 +10,13 @@ from tests.support.browser import contrast
 
 @pytest.fixture
 def axes_of(tmp_path, monkeypatch):
-    """Draws a panel, and returns the axes of its picture."""
+    """Draws panels, and returns the axes of their picture."""
     figure = pytest.importorskip("matplotlib.figure")
     drawn = []
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, *args, **kwargs: drawn.append(self))
 
-    def draw(panel):
-        draw_png([panel], tmp_path / "x.png")
+    def draw(*panels):
+        draw_png(panels, tmp_path / "x.png")
         return drawn[-1].axes
 
     return draw
@@ -47,3 +47,16 @@ def test_picture_has_a_row_above_the_curves_for_each_optimum(axes_of):
     assert [text.get_text() for text in rows.texts] == ["", "\N{MINUS SIGN}2.0 octaves"]
     assert rows.get_xlim() == curves.get_xlim()
     assert curves.get_legend() is None
+
+
+def test_triangles_and_levels_are_explained(axes_of):
+    points = tuple(Point(float(x), y) for x, y in enumerate([1.0, *[1.01] * 30, 9.0]))
+    (axis,) = axes_of(Panel("", "x", "y", (Line("a", points),), level=(1.0, "as when dense")))
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["a", "above the range", "as when dense"]
+    (axis,) = axes_of(Panel("", "x", "y", (Line("a", points[:-1]),)))
+    assert [text.get_text() for text in axis.get_legend().get_texts()] == ["a"]
+
+
+def test_linear_panels_share_the_range_of_x(axes_of):
+    panels = [Panel("", "x", "y", (Line("a", (Point(0.0, 1.0), Point(end, 2.0))),), log_x=False) for end in (1.0, 4.0)]
+    assert [axis.get_xlim() for axis in axes_of(*panels)] == [(-0.2, 4.2)] * 2
