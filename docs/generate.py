@@ -1,6 +1,6 @@
 """Writes what is generated from code into the documentation. ``make docs`` runs it; a test fails when a page is stale.
 
-docs/rules.md is generated whole. In docs/optimizers.md, docs/any_model.md and docs/api.md tables stand between the markers
+docs/rules.md is generated whole. In README, docs/optimizers.md, docs/roles.md and docs/api.md tables stand between the markers
 ``<!-- table of NAME -->`` and ``<!-- end of the table -->``. Claims, pages and pictures in docs/results are made again from
 their rows.
 """
@@ -13,12 +13,14 @@ from typing import get_type_hints
 import smupar
 from smupar import rule_tables
 from smupar.paper.publish import rewrite
+from smupar.paper.results_page import claims_table
 from smupar.plan.facts.layers import IMAGES, LAYERS
 from smupar.plan.facts.optimizers import FAMILIES, OPTIMIZERS
 from smupar.plan.roles.table import ASK, DOUBTS, ROLE_TABLE, Case
 from smupar.plan.settings import DEFAULTS, Settings
 
 DOCS = Path(__file__).parent
+RESULTS = "https://github.com/smupar/smupar/blob/main/docs/results/{}.md"  # absolute, for PyPI
 END = "<!-- end of the table -->"
 # In the tables of roles, these words stand for the names that a question fills in.
 WORDS = {"owner": "module", "groups": "several", "size": "some", "use": "is used in an operation that smupar does not follow"}
@@ -42,7 +44,8 @@ def pages() -> dict[Path, str]:
     """Maps each page that is generated, or has generated tables, to the text that it should have."""
     tables = {
         "optimizers.md": {"optimizers": optimizers()},
-        "any_model.md": {"layers": layers(), "roles": cases(ROLE_TABLE), "doubts": cases(DOUBTS)},
+        "../README.md": {"claims": claims_table(DOCS / "results", RESULTS)},
+        "roles.md": {"layers": layers(), "roles": cases(ROLE_TABLE), "doubts": cases(DOUBTS)},
         "api.md": {"arguments": arguments()},
     }
     filled = {DOCS / name: fill((DOCS / name).read_text(encoding="utf-8"), parts) for name, parts in tables.items()}

@@ -95,6 +95,7 @@ class Figure:
     title: str
     shows: str  # a sentence on what the paper shows
     claim: Callable[[Any], Claim]  # like ``draw``, takes the result of ``measure``, or the rows without ``measure``
+    claimed: str = ""  # what is claimed, for README, in words that do not depend on what came out
     finding: int | None = None  # number of the paper's finding, 1 to 4
     prepare: Callable[[str | None], None] | None = None  # takes --data-dir
     runs: Callable[[Scale], list[RunConfig]] | None = None

@@ -48,7 +48,34 @@ def index(folder: Path) -> str:
     for number, text in FINDINGS.items():
         claims = [f"[{name}]({name}.md) {_holds(page)}" for name, page in pages.items() if number == figure(name).finding]
         lines.append(f"- Finding {number}: {text}. {', '.join(claims) or 'Not run yet'}.")
+    lines += ["", "## Part by part", "", "The numbers of each part are on its page."]
+    for name, page in pages.items():
+        lines += ["", f"[{name}]({name}.md): {figure(name).title}", ""]
+        lines += [f"- {_ANSWERS[part['holds']]}: {Claim(part['holds'], part['text']).statement}" for part in page["claims"]]
     return "\n".join(lines) + "\n"
+
+
+def claims_table(folder: Path, address: str) -> str:
+    """What is claimed and whether it holds, from the pages in a folder: first what holds, then what holds in part, what does
+    not, and what these runs cannot tell. ``address`` is that of a page, with {} for its name. A claim that does not hold is
+    never left out."""
+    rows: dict[str, list[str]] = {answer: [] for answer in ("yes", "in part", "no", "cannot tell")}
+    for name in FIGURES:
+        if (folder / f"{name}.json").exists():
+            fig, page = figure(name), read_published(folder / f"{name}.json")
+            if fig.claimed or not page["holds"]:
+                answer, count = _answer_of(page)
+                mark = " °" if _without(page) else ""
+                rows[answer].append(f"| {answer}{count}{mark} | [{fig.claimed or fig.title}]({address.format(name)}) |")
+    return "\n".join(["| holds here? | claim |", "|---|---|", *(row for own in rows.values() for row in own)])
+
+
+def _answer_of(published: dict[str, Any]) -> tuple[str, str]:
+    """yes, in part, no or cannot tell; and how many parts hold, if some do."""
+    parts = [part["holds"] for part in published["claims"]]
+    if published["holds"] is not False:
+        return ("yes" if published["holds"] else "cannot tell"), ""
+    return ("in part", f", {parts.count(True)} of {len(parts)}") if True in parts else ("no", "")
 
 
 def _holds(published: dict[str, Any]) -> str:

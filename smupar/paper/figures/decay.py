@@ -138,12 +138,13 @@ def _cost(losses: Losses, decay: float) -> float:
 
 
 def draw(rows: Rows) -> list[Panel]:
-    """A panel for each size, the main size first, with a curve for each density."""
+    """A panel for each width, then one for each length of the run, with a curve for each density."""
     seeds, (inside, outside) = _seeds(rows), _scans(_losses(rows))
-    sizes = dict.fromkeys((setting.width, setting.steps) for setting in (*inside, *outside))
+    sizes = {(setting.width, setting.steps) for setting in (*inside, *outside)}
+    usual = next(iter(inside)).steps
     densities = [setting.density for setting in inside]
     panels = []
-    for width, steps in sizes:
+    for width, steps in sorted(sizes, key=lambda size: (size[1] != usual, *size)):
         scans = {
             setting: own for setting, own in (inside | outside).items() if (setting.width, setting.steps) == (width, steps)
         }
@@ -165,7 +166,7 @@ def draw(rows: Rows) -> list[Panel]:
                 lines,
                 WEIGHT_DECAY,
                 "as in the paper's code",
-                False,
+                log_x=False,
             )
         )
     return panels
@@ -242,6 +243,7 @@ def _shares(values: dict[str, float]) -> str:
 
 FIGURE = Figure(
     title="Weight decay over density, width and length",
+    claimed="Weight decay tuned on the dense model fits other densities, widths and lengths",
     shows="The paper does not print its weight decay. Its code has 0.1, coupled with the learning rate.",
     runs=runs,
     draw=draw,

@@ -96,7 +96,8 @@ def draw(ratios: Ratios) -> list[Panel]:
             Line(name, tuple(Point(step, ratio) for step, ratio in points.items()), number / max(1, len(own) - 1))
             for number, (name, points) in enumerate(own.items())
         )
-        panels.append(Panel(way, "step", "effect of an update, over the dense model's", lines, whole_y=True))
+        heading, what = _IN_WORDS.get(way, way), "effect of an update, over the dense model's"
+        panels.append(Panel(heading, "step", what, lines, level=(1.0, "as in the dense model"), whole_y=True))
     return panels
 
 
@@ -139,6 +140,7 @@ def _keeps_size(ends: dict[str, float], step: int) -> Claim:
 
 FIGURE = Figure(
     title="What an update does in a sparse model, over a whole run",
+    claimed="At the end of a run, an update does as much in a sparse model as in the dense one",
     shows="The paper looks at the first ten steps, in Figure 5.",
     runs=runs,
     measure=measure,

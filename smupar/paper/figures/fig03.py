@@ -245,6 +245,7 @@ def _rank_correlation(values: Sequence[float]) -> float:
 
 FIGURE = Figure(
     title="Language models over sparsity, no tuning",
+    claimed="With the dense model's hyperparameters, SmuPar is ahead of SP and muP, and the more so the sparser the model",
     shows="SmuPar has the best loss at every sparsity, and SP and muP fall behind further as sparsity grows.",
     finding=4,
     runs=runs,

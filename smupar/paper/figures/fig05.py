@@ -114,6 +114,7 @@ def _chosen(sizes: SlopesOverDensity, rule: str, quantity: str, role: str, steps
 
 FIGURE = Figure(
     title="Coordinate check over density",
+    claimed="Under SP and muP, activations and gradients vanish with density; under SmuPar they keep their size",
     shows="Activations of SP and muP vanish as weights are removed; SmuPar's keep their size. The text names gradients too.",
     finding=1,
     measure=measure,

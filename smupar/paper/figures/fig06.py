@@ -43,6 +43,7 @@ def _better(rows: Rows) -> Claim:
 
 FIGURE = Figure(
     title="Learning-rate transfer over density",
+    claimed="SmuPar keeps its best learning rate over densities; SP and muP do not",
     shows="SmuPar's best learning rate is the dense model's at every density; SP's and muP's move.",
     finding=2,
     runs=lambda scale: sweep_rules(scale, "sweep"),

@@ -13,6 +13,7 @@ def claim(rows: Rows) -> Claim:
 
 FIGURE = Figure(
     title="Transfer of the init over sparsity",
+    claimed="SmuPar keeps its best init std over densities; SP and muP do not",
     shows="SmuPar's best init std is stable; SP's and muP's are not.",
     finding=2,
     runs=lambda scale: sweep_rules(scale, "init", axis="init_std"),

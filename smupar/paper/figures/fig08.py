@@ -57,6 +57,7 @@ def _is_behind(name: str, theirs: list[Curve], ours: list[Curve], asked: float) 
 
 FIGURE = Figure(
     title="The best of each rule at each sparsity",
+    claimed="With each rule at its own best learning rate, sparse models end worse under SP and muP than under SmuPar",
     shows="SmuPar is on the frontier: 0.8 % better than SP and 2.1 % better than muP on average, even if both are tuned again.",
     finding=4,
     runs=fig06.FIGURE.runs,

@@ -36,6 +36,7 @@ def claim(rows: Rows) -> Claim:
 
 FIGURE = Figure(
     title="Learning-rate transfer in Iso-Parameter scaling",
+    claimed="SmuPar keeps its best learning rate where width grows as density falls; SP and muP do not",
     shows="SmuPar's best learning rate stays, SP's and muP's move more, and SmuPar's loss improves with width and sparsity.",
     finding=3,
     runs=runs,

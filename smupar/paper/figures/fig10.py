@@ -88,6 +88,7 @@ def _is_behind(by_rule: dict[str, dict[float, float]], rule: str, spread: float 
 
 FIGURE = Figure(
     title="Iso-Parameter scaling with dense hyperparameters",
+    claimed="With the dense model's hyperparameters, SmuPar is ahead where width grows as density falls",
     shows="SP and muP detune as sparsity grows, and SmuPar ends with the best loss at every width.",
     finding=4,
     runs=runs,

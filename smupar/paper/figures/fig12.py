@@ -104,10 +104,12 @@ def _from_dense(columns: dict[str, list[Curve]], name: str) -> list[Curve]:
 
 
 def draw(rows: Rows) -> list[Panel]:
-    return [drawn for method in METHODS for drawn in _row(_columns(rows, method), METHODS[method])]
+    """The paper's rules in a row for each method, then what we propose for both."""
+    rows_of = [_panels(_columns(rows, method), METHODS[method]) for method in METHODS]
+    return [drawn for own in rows_of for drawn in own[: len(RULES)]] + [drawn for own in rows_of for drawn in own[len(RULES) :]]
 
 
-def _row(columns: dict[str, list[Curve]], method: str) -> list[Panel]:
+def _panels(columns: dict[str, list[Curve]], method: str) -> list[Panel]:
     panels = []
     for name, own in columns.items():
         measured_from = _from_dense(columns, name)
@@ -187,11 +189,12 @@ def _listed(optima: list[float]) -> str:
 
 FIGURE = Figure(
     title="Learning-rate transfer under RigL and gradual pruning",
+    claimed="RigL and gradual pruning move the best learning rates as in the paper",
     shows="No rule keeps its best learning rate. SP's and muP's rise with sparsity; SmuPar over-corrects, so its falls.",
     runs=runs,
     then=then,
     swept=("dynamic", "lr"),
     draw=draw,
-    columns=5,
+    columns=3,
     claim=claim,
 )

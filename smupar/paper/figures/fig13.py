@@ -7,6 +7,7 @@ from smupar.paper.figures.fig14 import WITH_ABLATIONS, ablated
 
 FIGURE = Figure(
     title="Both corrections are needed: init",
+    claimed="Both of SmuPar's corrections are needed to keep the best init std",
     shows="muP with SmuPar's init alone, or its learning rate alone, does not keep the best init std.",
     finding=3,
     runs=lambda scale: sweep_rules(scale, "init", WITH_ABLATIONS, axis="init_std"),

@@ -51,6 +51,7 @@ def _worse(ablation: list[Curve], smupar: list[Curve], name: str, spread: float)
 
 FIGURE = Figure(
     title="Both corrections are needed: learning rate",
+    claimed="Both of SmuPar's corrections are needed to keep the best learning rate",
     shows="muP with SmuPar's init alone, or its learning rate alone, does not keep the best learning rate.",
     finding=3,
     runs=lambda scale: sweep_rules(scale, "sweep", WITH_ABLATIONS),

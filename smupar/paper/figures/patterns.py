@@ -48,6 +48,7 @@ def claim(rows: Rows) -> Claim:
 
 FIGURE = Figure(
     title="Learning-rate transfer for 2:4, constant fan-in and ERK masks",
+    claimed="SmuPar keeps its best learning rate with 2:4, constant fan-in and ERK masks",
     shows="Not in the paper, whose masks are random and uniform.",
     runs=runs,
     swept=("sweep", "lr"),

@@ -110,6 +110,7 @@ def claim(table: str) -> Claim:
 
 FIGURE = Figure(
     title="Downstream accuracy",
+    claimed="Sparse models are better at downstream tasks under SmuPar",
     shows="SmuPar is best or within 0.01 of the best at almost every sparsity and task; at 99.2 % SP is close to chance.",
     runs=lambda scale: runs_of(scale, "pretraining"),
     keeps_weights=True,

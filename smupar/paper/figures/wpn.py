@@ -58,6 +58,7 @@ def _rises(rows: Rows, rule: str) -> Claim:
 
 FIGURE = Figure(
     title="The best learning rate over weights per neuron",
+    claimed="SP's and muP's best learning rates rise in proportion as weights per neuron fall",
     shows="The text says that as weights per neuron decrease, the optimal learning rate tends to increase proportionally.",
     runs=fig06.FIGURE.runs,
     swept=("sweep", "lr"),

@@ -1,4 +1,4 @@
-"""Decides roles by an ordered table of conditions, ROLE_TABLE. The first condition that holds decides. docs/any_model.md prints
+"""Decides roles by an ordered table of conditions, ROLE_TABLE. The first condition that holds decides. docs/roles.md prints
 the table.
 
 The forward pass of an example shows how a parameter is used (``ParameterView.seen``). Without an example, shapes, modules and
