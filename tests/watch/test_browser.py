@@ -100,9 +100,9 @@ def test_study_fills_in_while_it_runs(visit, tmp_path):
     assert hollow > 0
     assert page.locator(".counts").inner_text().startswith("6 of 6 runs done")
     assert page.evaluate("page.doc.charts[0].lines[0].points.filter((point) => point.y !== null).length") == 6
-    page.wait_for_function("() => document.querySelectorAll('#charts .plot')[0].data[0].x.length === 6")
+    page.wait_for_function("() => document.querySelectorAll('#charts .plot')[0]?.data?.[0].x.length === 6")
     curves = page.locator("section[aria-label='Loss curves'] .plot")
-    page.wait_for_function("() => document.querySelector(\"section[aria-label='Loss curves'] .plot\").data.length === 6")
+    page.wait_for_function("() => document.querySelector(\"section[aria-label='Loss curves'] .plot\")?.data?.length === 6")
     assert curves.count() == 1
 
 
