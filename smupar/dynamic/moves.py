@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from smupar.dynamic.policies import MaskGoal, Policy, Rounds, init_factor
+from smupar.dynamic.policies import MaskGoal, Policy, init_factor
 from smupar.model.compressed import MaskChange
 from smupar.model.weights import Weight
 
@@ -71,7 +71,7 @@ class MaskMover(ABC, Generic[W]):
                 for row, (model, goal) in enumerate(goals.items()):
                     if goal.correction == "moment":
                         self._correct(name, model, Fraction(int(mask[row].sum()), mask.shape[1]))
-            if isinstance(policy, Rounds):
+            if policy.rewinds_to is not None:
                 self.rewind(list(goals))
 
     def remember(self) -> None:

@@ -1,9 +1,4 @@
-"""A policy decides when masks move, and which weights they then keep, in one model or in a stack of many.
-
-A policy's ``next_masks(weights, goals, done)`` yields the name and the new mask, (models, entries), of each weight. ``goals``
-has the goals of the models that share the policy, by the model's number. ``done`` is the number of steps that the optimizer has
-made.
-"""
+"""A policy decides when masks move, and which weights they then keep, in one model or in a stack of many."""
 
 from __future__ import annotations
 
@@ -13,7 +8,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -91,8 +85,38 @@ def key_of(seed: int, done: int, name: str) -> int:
 # How many
 
 
+class Policy(ABC):
+    """``done`` is the number of steps that the optimizer has made."""
+
+    @property
+    @abstractmethod
+    def stop(self) -> int:
+        """The last step after which masks may move."""
+
+    @property
+    def needs_gradient(self) -> bool:
+        """Whether the dense gradient decides which weights grow."""
+        return False
+
+    @property
+    def rewinds_to(self) -> int | None:
+        """After each move, the weights get the values that they had after this many steps; None: they stay."""
+        return None
+
+    @abstractmethod
+    def due(self, done: int) -> bool:
+        """Whether masks move after this step."""
+
+    @abstractmethod
+    def next_masks(
+        self, weights: Mapping[str, Weight], goals: Mapping[int, MaskGoal], done: int
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yields the name and the new mask, (models, entries), of each weight. ``goals`` has the goals of the models that share
+        the policy, by the model's number."""
+
+
 @dataclass(frozen=True)
-class DropAndGrow:
+class DropAndGrow(Policy):
     """RigL and SET: drops the active weights of smallest magnitude and grows as many. A weight that was just dropped is a
     candidate to grow as well."""
 
@@ -142,12 +166,11 @@ class DropAndGrow:
         return kept | largest(grow_score.nan_to_num(nan=0.0), ~kept, num)
 
 
-class _KeepLargest(ABC):
+class _KeepLargest(Policy):
     """Keeps the weights of largest magnitude, as many as the density of the step allows. ``pool`` is "layer" to rank weights
     in each layer, or "global" to rank all hidden weights together."""
 
     pool: str
-    needs_gradient: ClassVar[bool] = False
 
     @abstractmethod
     def density(self, first: Fraction, last: Fraction, done: int) -> Fraction:
@@ -214,6 +237,10 @@ class Rounds(_KeepLargest):
     def stop(self) -> int:
         return self.rounds * self.every
 
+    @property
+    def rewinds_to(self) -> int:
+        return self.rewind
+
     def due(self, done: int) -> bool:
         return 0 < done <= self.stop and done % self.every == 0
 
@@ -240,9 +267,6 @@ def largest_masks(
         if empty:
             raise ValueError(f"every weight of {empty[0]!r} would be dropped: {remedy}")
         yield from parts.items()
-
-
-Policy = DropAndGrow | Pruning | Rounds
 
 
 @dataclass(frozen=True)

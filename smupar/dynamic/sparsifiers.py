@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smupar.dynamic.moves import MaskMover
-from smupar.dynamic.policies import MaskGoal, Rounds, density_factor, init_factor
+from smupar.dynamic.policies import MaskGoal, density_factor, init_factor
 from smupar.dynamic.restart import Restart
 from smupar.model.attached import check_parameterized, check_plan, let_masks_move, unwrapped
 from smupar.model.compressed import MaskChange
@@ -76,7 +76,7 @@ class Sparsifier(MaskMover[ModelWeight]):
         if self.restart is not None:
             self.restart.install()
         self.start_fixed()
-        if isinstance(self.policy, Rounds) and self.policy.rewind == 0:
+        if self.policy.rewinds_to == 0:
             self.remember()
         self._request_gradients()
 
@@ -195,7 +195,7 @@ class Sparsifier(MaskMover[ModelWeight]):
         due = self.policy.due(self.num_steps)
         if due:
             self.update(self.num_steps, self._ready_weights())
-        if isinstance(self.policy, Rounds) and self.num_steps == self.policy.rewind:
+        if self.num_steps == self.policy.rewinds_to:
             self.remember()
         if due or self.policy.due(self.num_steps + 1):
             self._request_gradients()
@@ -264,7 +264,7 @@ class Sparsifier(MaskMover[ModelWeight]):
         state: dict[str, Any] = {"num_steps": self.num_steps, "born": dict(self.restart.born) if self.restart else {}}
         if self.rates is not None:
             state["corrections"] = dict(self.rates.corrections)
-        if isinstance(self.policy, Rounds):
+        if self.policy.rewinds_to is not None:
             state["weights"] = self.remembered
         return state
 

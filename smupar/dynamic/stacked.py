@@ -8,7 +8,7 @@ from fractions import Fraction
 from torch import Tensor
 
 from smupar.dynamic.moves import MaskMover
-from smupar.dynamic.policies import MaskGoal, Rounds, density_factor
+from smupar.dynamic.policies import MaskGoal, density_factor
 from smupar.execute.stack.stack import Stack
 from smupar.execute.stack.weight import StackedWeight
 from smupar.plan.facts.optimizers import family_of
@@ -22,7 +22,7 @@ class StackedSparsifier(MaskMover[StackedWeight]):
         super().__init__(goals)
         self.stack, self.family = stack, family_of(stack.kind)
         self.start_fixed()
-        if any(isinstance(policy, Rounds) for policy in self.policies):
+        if any(policy.rewinds_to == 0 for policy in self.policies):
             self.remember()
 
     def weights(self) -> Mapping[str, StackedWeight]:
