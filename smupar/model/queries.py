@@ -172,7 +172,9 @@ def _view(seen: _Seen | None) -> _View | None:
         return None
     logits = seen.logits[..., -1, :]
     is_seen = (logits.detach().abs() < _MASKED).flatten(0, -2).all(0)
-    keys = [key for key in is_seen.nonzero().flatten().tolist() if key != seen.logits.shape[-2] - 1]
+    visible = is_seen.nonzero().flatten().tolist()
+    others = [key for key in visible if key != seen.logits.shape[-2] - 1]  # the last position's key may be its query, too
+    keys = others if len(others) > 1 else visible
     if len(keys) < 2:
         return None
     groups = [keys[:2], keys[2:4]] if len(keys) >= 4 else [keys[:1], keys[1:2]]

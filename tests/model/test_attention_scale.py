@@ -314,6 +314,14 @@ def test_scale_of_every_kind_of_attention_becomes_that_of_the_rule(kind):
     assert smupar.audit(model, plan) == []
 
 
+@torch.no_grad()
+def test_two_tokens_are_enough_to_find_the_queries():
+    model, plan = parameterized(HardCoded)
+    smupar.set_attention_scale(model, plan, example=TOKENS[:, :2])
+    assert plan.pending == {}
+    assert plan.attention[0].value == pytest.approx(HEAD**-0.5)
+
+
 @pytest.mark.parametrize("kind", LEFT)
 @torch.no_grad()
 def test_scale_that_no_factor_on_queries_can_set_is_left_alone_and_asked_for(kind):
