@@ -15,6 +15,7 @@ from smupar.check.coordinates.readings import AXES, DY, GRAD_X, Cell, GridPoint,
 from smupar.check.coordinates.verdict import FAIL, Slope, decides
 from smupar.plan.globs import layer_glob
 from smupar.plan.plan import Plan
+from smupar.plan.roles.parameters import parent_path
 from smupar.rules import DEPTH_MUP, get_rule
 
 REMEDIES = {
@@ -65,6 +66,9 @@ REMEDIES = {
     "factor from the base's depth, or pass depth='none'",
     "rule": "the rule itself does not correct for this axis: use rule='smupar'",
 }
+
+
+ENOUGH_WEIGHTS = 64  # weights per neuron with which the sizes of a layer hold
 
 
 @dataclass(frozen=True)
@@ -140,10 +144,31 @@ def _from_slopes(rule: str, failing: list[Slope], plans: Mapping[GridPoint, Plan
     for axis, slopes in by_axis.items():
         cause, evidence = _cause(rule, axis, slopes, plans.values()), _evidence(slopes)
         thin = _thin(rule, {point: plan for point, plan in plans.items() if any(_ran_at(slope, point) for slope in slopes)})
-        if cause == "elsewhere" and axis != "depth" and thin:
-            cause, evidence = "too thin", f"{evidence}. {thin[0].evidence}"
+        few = _few_weights(slopes, plans)
+        if cause == "elsewhere" and axis != "depth" and (thin or few):
+            cause, evidence = "too thin", f"{evidence}. {few or thin[0].evidence}"
         diagnoses.append(Diagnosis(rule, cause, tuple(folded(slopes)), evidence))
     return diagnoses
+
+
+def _few_weights(slopes: list[Slope], plans: Mapping[GridPoint, Plan]) -> str:
+    """Says how many weights per neuron the failing layers have where they have fewest; "" if some failing place has enough."""
+    fewest: list[tuple[float, str, GridPoint]] = []
+    for slope in slopes:
+        points = [(point, plan) for point, plan in plans.items() if _ran_at(slope, point)]
+        rows = [
+            (point, row)
+            for point, plan in points
+            for row in plan
+            if row.role == "hidden" and parent_path(row.name) == slope.place
+        ]
+        kept = [(math.prod(row.shape[dim] for dim in row.in_dims) * float(row.density), row.name, point) for point, row in rows]
+        if not kept or min(kept)[0] >= ENOUGH_WEIGHTS:
+            return ""
+        fewest.append(min(kept))
+    number, name, point = min(fewest)
+    where = f"width {point.width}, density {point.density:g}"
+    return f"{name!r} has {number:g} weights per neuron at {where}, and needs {ENOUGH_WEIGHTS}"
 
 
 def _ran_at(slope: Slope, point: GridPoint) -> bool:

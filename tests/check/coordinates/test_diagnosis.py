@@ -1,6 +1,7 @@
 """Planted faults, one at a time: the diagnosis must name the right cause and the right layer or group, and stay silent on the
 untouched model."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import smupar
-from smupar.check.coordinates.diagnosis import REMEDIES
+from smupar.check.coordinates.diagnosis import REMEDIES, diagnose
+from smupar.check.coordinates.readings import DY, GridPoint
 from smupar.check.coordinates.verdict import FAIL
 from smupar.lm.config.run_config import ModelConfig
 from smupar.lm.data.batches import read_batch
@@ -18,6 +20,7 @@ from smupar.lm.data.tokens import Tokens
 from smupar.lm.model.gpt import GPT, set_attention_scale
 from smupar.lm.run.step import next_token_loss
 from smupar.plan.reminders import REMINDERS
+from tests.check.grid import one_slope
 from tests.support.models import sequential
 
 # Any real text will do, as long as it stays the same: sizes of a few steps depend on it.
@@ -227,6 +230,30 @@ def test_thin_layers_are_the_cause_of_a_failure_that_nothing_else_explains():
     assert diagnosis.cause == "too thin"
     assert "likely cause: too few weights per neuron" in report.explain()
     assert "keep fewer than 16 weights per neuron" in diagnosis.evidence
+
+
+def test_layers_with_few_inputs_are_the_cause_of_a_failure_over_width():
+    """As the first layers of MobileNet, which have 8 inputs at one width and 32 at the other."""
+
+    def planned(width):
+        layers = nn.Linear(8, width // 8), nn.Linear(width // 8, width), nn.Linear(width, width), nn.Linear(width, 10)
+        return smupar.make_plan(nn.Sequential(*layers), base=nn.Sequential(*(nn.Linear(*size) for size in SIZES)))
+
+    def cause_at(*places):
+        slopes = [
+            replace(one_slope(-0.5, 0.05), axis="width", width=None, density=1.0, place=place, quantity=DY, verdict=FAIL)
+            for place in places
+        ]
+        plans = {GridPoint("smupar", width, 1.0, None): planned(width) for width in (128, 256)}
+        (diagnosis,) = diagnose("smupar", slopes, {}, plans)
+        return diagnosis
+
+    assert cause_at("1").cause == "too thin"
+    assert "'1.weight' has 16 weights per neuron at width 128, density 1, and needs 64" in cause_at("1").evidence
+    assert cause_at("2").cause == cause_at("1", "2").cause == "elsewhere"
+
+
+SIZES = ((8, 8), (8, 64), (64, 64), (64, 10))
 
 
 # Learning rates
