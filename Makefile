@@ -24,7 +24,7 @@ test-slow: $(VENV)/.dev
 
 # The pages in a real browser. `make test` runs these too, where Chromium is installed.
 test-browser: $(VENV)/.dev
-	command -v chromium || apt-get install --yes chromium || (apt-get update && apt-get install --yes chromium)
+	command -v chromium || (apt-get update && apt-get install --yes chromium) || $(BIN)/playwright install --with-deps chromium
 	$(BIN)/python -m pytest tests/watch/test_browser.py tests/docs/test_site.py
 
 # Every figure of the paper at the smallest scale; exit code 1 if a claim does not hold.

@@ -256,7 +256,7 @@ def test_masks_that_hardly_move_are_told(dynamic, tmp_path):
         ("sweep optimizer=adamw,adamz lr=2^-8..2^-4", "no learning-rate rule is known for optimizer 'adamz'"),
         ("sweep rule=sp,smupr lr=2^-8..2^-4", "unknown rule 'smupr'"),
         ("sweep pattern=random,randm lr=2^-8..2^-4", "randm"),
-        ("check --sparsities 0 75", "sparsity must lie in [0, 1), got 75"),
+        ("check --sparsities 0 75", "sparsity must lie in [0, 1), got 75.0: write 0.75 for 75 %"),
         ("train --gpus 8", "--gpus only changes the estimate of --dry-run. To train on several GPUs: torchrun"),
         ("train --alpha-input -1", "alpha_input must be a number, at least 0"),
         ("train --dynamic gmp --drop-fraction 0.1", "--drop-fraction does nothing with --dynamic gmp: it is for rigl, set"),

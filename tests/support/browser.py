@@ -1,4 +1,5 @@
-"""Debian's Chromium, driven by Playwright. `make test-browser` installs both; without them the tests of pages are skipped."""
+"""Chromium, driven by Playwright: the system's, or the one that `playwright install chromium` brings. `make test-browser`
+installs both; without them the tests of pages are skipped."""
 
 import contextlib
 import importlib.util
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-CHROMIUM = shutil.which("chromium") or "/usr/bin/chromium"
+_OWN = sorted(Path.home().glob(".cache/ms-playwright/chromium-*/chrome-linux*/chrome"))  # Playwright's, the newest last
+CHROMIUM = shutil.which("chromium") or (str(_OWN[-1]) if _OWN else "/usr/bin/chromium")
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync"),

@@ -56,7 +56,8 @@ def check_choices(config: Any) -> None:
 
 def check_sparsities(*values: float) -> None:
     for value in values:
-        refuse(not 0 <= value < 1, f"sparsity must lie in [0, 1), got {value}: 0.75 keeps a quarter of the hidden weights")
+        meant = f"write {value / 100:g} for {value:g} %" if 1 < value < 100 else "0.75 keeps a quarter of the hidden weights"
+        refuse(not 0 <= value < 1, f"sparsity must lie in [0, 1), got {value}: {meant}")
 
 
 def check_positive(config: object, *names: str) -> None:
