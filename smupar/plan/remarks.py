@@ -88,10 +88,11 @@ def _about_thin(roles: list[ParamRole], sparsity: Sparsity) -> list[Note]:
     if not thin:
         return []
     fewest = min(thin, key=per_neuron.__getitem__)
+    keep = "1 hidden weight keeps" if len(thin) == 1 else f"{len(thin)} hidden weights keep"
     return [
         Note(
             "thin",
-            f"{len(thin)} hidden weights keep fewer than {MIN_WEIGHTS_PER_NEURON} weights per neuron ({fewest!r}: "
+            f"{keep} fewer than {MIN_WEIGHTS_PER_NEURON} weights per neuron ({fewest!r}: "
             f"{per_neuron[fewest]:.3g}); the rule relies on sums over many weights and is inaccurate there",
         )
     ]
