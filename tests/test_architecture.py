@@ -68,7 +68,7 @@ def test_modules_that_pages_name_exist(page):
     """Pages name `updates/meter`, `smupar/updates/meter.py`, `updates.meter` and `updates.meter.Meter`."""
     packages = "|".join(path.name for path in (ROOT / "smupar").iterdir() if path.is_dir())
     text = re.sub(r"```.*?```", "", (ROOT / "docs" / page).read_text(), flags=re.DOTALL)
-    named = re.findall(rf"`(?:smupar[/.])?((?:{packages})[/.]\w[\w/.]*?)(?:\.py)?/?`", text.replace("NAME", "curves"))
+    named = re.findall(rf"`(?:smupar[/.])?((?:{packages})[/.]\w[\w/.]*?)(?:\.py)?/?`", text.replace("NAME", "sweep"))
     places = {name: ROOT / "smupar" / name.replace(".", "/") for name in named}
     modules = {name: [place, place.parent] if "." in name else [place] for name, place in places.items()}
     missing = [n for n in named if not places[n].is_dir() and not any(at.with_suffix(".py").exists() for at in modules[n])]
