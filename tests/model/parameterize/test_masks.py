@@ -57,6 +57,7 @@ import hashlib, sys, torch
 from smupar.lm.config.run_config import ModelConfig, RunConfig
 from smupar.lm.model.gpt import build
 torch.manual_seed(int(sys.argv[1]))
+torch.set_num_threads(2)
 config = RunConfig(model=ModelConfig(width=32, depth=1, head_dim=8, vocab_size=11), base_width=16, sparsity=0.75)
 digest = hashlib.sha256()
 for value in build(config)[0].state_dict().values():

@@ -92,11 +92,12 @@ def test_off_mask_weights_stay_exactly_zero_for_50_steps(kind):
     smupar.audit(model, plan, optimizers)
 
 
-def test_adam_state_off_mask_is_exactly_zero():
+@pytest.mark.parametrize(("kind", "moments"), [("adamw", ("exp_avg", "exp_avg_sq")), ("sgd", ("momentum_buffer",))])
+def test_optimizer_state_off_mask_is_exactly_zero(kind, moments):
     model, plan = make()
-    [optimizer] = optimizers_of("adamw", model, plan)
+    [optimizer] = optimizers_of(kind, model, plan, lr=0.01 if kind == "sgd" else None)
     train(model, optimizer, 50)
-    for moment in ("exp_avg", "exp_avg_sq"):
+    for moment in moments:
         assert off_mask(model, lambda p, moment=moment: optimizer.state[p][moment]) == 0
         kept = [optimizer.state[model.get_parameter(name)][moment][mask] for name, mask in masks_of(model).items()]
         assert all(values.ne(0).all() for values in kept)
