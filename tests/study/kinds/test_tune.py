@@ -270,12 +270,6 @@ def test_other_base_width_than_that_of_the_search_is_refused(tmp_path, capsys):
     assert "was tuned at --base-width 64, not 128: leave the flag out" in capsys.readouterr().err
 
 
-def test_proxy_of_a_search_is_as_wide_as_its_base(tmp_path):
-    main(["tune", "--base_width", "32", "--num-samples", "1", "--steps", "2", "--seq-len", "16", "--data", words(),
-          "--out", str(tmp_path / "x")])  # fmt: skip
-    assert json.loads((tmp_path / "x" / "best.json").read_text())["source"]["width"] == 32
-
-
 def test_values_tuned_for_another_optimizer_or_rule_are_doubted(tmp_path):
     best = {"format": FORMAT, **dict.fromkeys(TUNED, 0.1), "base_width": 64, "source": {"rule": "smupar", "optimizer": "adamw"}}
     (tmp_path / "best.json").write_text(json.dumps(best))
