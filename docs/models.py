@@ -37,7 +37,7 @@ from tests.support.architectures import ALL, PLAIN, Architecture  # noqa: E402
 
 PAGE, ROWS = DOCS / "models.md", DOCS / "lab" / "models.json"
 # What decides the numbers of a row.
-CODE = [DOCS / "models.py", DOCS.parent / "tests" / "architectures"]
+CODE = [DOCS / "models.py", DOCS.parent / "tests" / "support" / "architectures"]
 CODE += [DOCS.parent / "smupar" / part for part in ("rules.py", "plan", "model", "optim", "check", "integrations")]
 END = "<!-- end of the table -->"
 BASE, WIDTH, DENSITY = 64, 256, 1 / 4
