@@ -5,7 +5,6 @@ Users call ``sparsifier.step()`` after every ``optimizer.step()``. It counts the
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Mapping
 from fractions import Fraction
@@ -16,24 +15,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from smupar.dynamic.moves import MaskMover
-from smupar.dynamic.policies import MaskGoal, density_factor, init_factor
+from smupar.dynamic.policies import MaskGoal, density_factor
+from smupar.dynamic.refusals import refuse_what_cannot_move, trained_weights
 from smupar.dynamic.restart import Restart
-from smupar.model.attached import check_parameterized, check_plan, let_masks_move, unwrapped
+from smupar.model.attached import let_masks_move, unwrapped
 from smupar.model.compressed import MaskChange
 from smupar.model.parameterize import add_masks, attach
 from smupar.model.seam import Step, optimizers, seam_of
 from smupar.model.sharding import local, num_ranks
-from smupar.model.weights import ModelWeight, hidden_weights, weight_of
+from smupar.model.weights import ModelWeight, weight_of
 from smupar.optim.layer_rates import group_of_weight, layer_rates
 from smupar.plan.facts.layers import has_running_statistics
-from smupar.plan.facts.optimizers import facts_of
-from smupar.plan.masks import UNSTRUCTURED
 from smupar.plan.plan import PlanWarning
-from smupar.refusals import refuse
 
 # After this many calls of step() without a step of the optimizer, there is a warning.
 _MANY_IDLE = 1000
-_MOVABLE = (*UNSTRUCTURED, "given", None)
 _ABSENT, _FINITE, _NOT_FINITE = 0, 1, 2  # a rank's dense gradient of a weight; the largest number over all ranks counts
 
 
@@ -59,7 +55,7 @@ class Sparsifier(MaskMover[ModelWeight]):
         self.policy, self.num_steps = goal.policy, 0
         self._stepped, self._num_idle = False, 0
         self._idle_before: set[str] = set()
-        self._refuse(goal, steps)
+        refuse_what_cannot_move(self.model, self.optimizers, goal, steps)
         # The next two lines may refuse, but the first changes nothing, and the second refuses before it splits a group.
         self.restart = Restart(self.model, self.plan, self.optimizers) if restart_bias_correction else None
         self.rates = layer_rates(self.model, self.plan, self.optimizers) if goal.correction else None
@@ -80,63 +76,12 @@ class Sparsifier(MaskMover[ModelWeight]):
             self.remember()
         self._request_gradients()
 
-    # Refusals
-
-    def _refuse(self, goal: MaskGoal, steps: int | None) -> None:
-        check_parameterized(self.model, "before masks move")
-        check_plan(self.model, self.plan)
-        refuse(
-            steps is not None and self.policy.stop > steps,
-            f"masks would move until step {self.policy.stop}, but the run ends at {steps}: choose an earlier stop",
-        )
-        structured = sorted({str(row.pattern) for row in self.plan if row.role == "hidden" and row.pattern not in _MOVABLE})
-        if structured:
-            raise ValueError(
-                f"masks that move are unstructured, so pattern {structured[0]!r} would be lost: use pattern='random'"
-            )
-        for reason in filter(None, (facts_of(optimizer).no_moves for optimizer in self.optimizers)):
-            raise ValueError(reason)
-        self._refuse_other_optimizers()
-        refuse(
-            goal.correction is None and not any(w.is_masked or self.plan[n].masked for n, w in self._trained().items()),
-            "no hidden weight is sparse, so no mask can move: pass a density below 1 to parameterize",
-        )
-        if goal.correction == "fixed":
-            self._refuse_scaled(goal.last)
-
-    def _refuse_other_optimizers(self) -> None:
-        """Refuses optimizers that lack a hidden weight of the model that is trained."""
-        in_groups = {id(p) for optimizer in self.optimizers for group in optimizer.param_groups for p in group["params"]}
-        for name, weight in self._trained().items():
-            refuse(
-                id(weight.parameter) not in in_groups,
-                f"{name!r} is in none of the optimizers: pass the optimizer that trains this model (or a list of several), "
-                "made from its param_groups",
-            )
-
-    def _refuse_scaled(self, last: Mapping[str, Fraction]) -> None:
-        """Refuses weights whose std is not the plan's init std, since the weights of a checkpoint have been scaled already."""
-        for name, weight in self._trained().items():
-            planned, values = self.plan[name].init_std, weight.full()
-            if init_factor(self.plan, self.plan[name], last[name]) == 1 or not planned or values.is_meta:
-                continue
-            kept = values[weight.full_mask()].double()
-            std = float(kept.square().mean().sqrt())
-            refuse(
-                abs(std / planned - 1) > max(0.2, 5 / math.sqrt(2 * len(kept))),
-                f"{name!r} has std {std:.4g}, the plan's init {planned:.4g}: correction='fixed' scales the init, so "
-                "make the sparsifier before a checkpoint is loaded",
-            )
-
     # Weights
 
     def weights(self) -> dict[str, ModelWeight]:
         """The hidden weights that have a mask and are trained."""
-        return {name: weight for name, weight in self._trained().items() if weight.is_masked}
-
-    def _trained(self) -> dict[str, ModelWeight]:
-        hidden = hidden_weights(self.model, self.plan, self.optimizers)
-        return {name: weight for name, weight in hidden.items() if weight.parameter.requires_grad}
+        trained = trained_weights(self.model, self.plan, self.optimizers)
+        return {name: weight for name, weight in trained.items() if weight.is_masked}
 
     def all_weights(self) -> dict[str, ModelWeight]:
         return {name: weight_of(self.model, name, self.optimizers) for name, _ in self.model.named_parameters()}
