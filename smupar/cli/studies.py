@@ -137,7 +137,7 @@ def _lines(reported: Reported, result: list[TextLine] | None = None) -> list[Tex
     """The answer of a study: finding, reasons and doubts, then the files."""
     findings = reported.findings
     lines = result or (cards(findings.answers) if findings.answers else [])
-    why = findings.doubts if lines else (findings.sentence,)
+    why = findings.remarks if lines else (findings.sentence,)
     notes = [TextLine(note) for note in (*why, *reported.notes) if note]
     return [TextLine("", findings.headline), *lines, *notes, TextLine(reported.where)]
 

@@ -33,7 +33,7 @@ class Findings:
     results: Sequence[Result]
     headline: str = ""  # the answer in a few words
     answers: Sequence[Answer] = ()
-    doubts: tuple[str, ...] = ()  # the parts of ``sentence`` that give reasons for doubt; the answers repeat the rest
+    remarks: tuple[str, ...] = ()  # sentences that go with the answers: reasons for doubt, and what to do next
 
 
 @dataclass(frozen=True)

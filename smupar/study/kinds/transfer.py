@@ -65,8 +65,9 @@ def define_transfer(config: TransferConfig) -> StudyDefinition:
         verdicts = analyse(config, results, trace)
         drawn = panels(config, verdicts, _Ids(config, results, trace))
         answers = [_answer(config, verdict) for verdict in verdicts]
-        text, doubts = sentence(config, verdicts), tuple(doubts_about(config, verdicts))
-        return Findings(text, drawn, results, headline(verdicts, _NAMES[config.axis]), answers, doubts)
+        remarks = (*doubts_about(config, verdicts), *next_steps(config, verdicts))
+        text, first = sentence(config, verdicts), headline(verdicts, _NAMES[config.axis])
+        return Findings(text, drawn, results, first, answers, remarks)
 
     runs = proposals(config)
     stages: list[Stage] = [lambda study: runs, partial(measured_proposals, config)]
@@ -147,6 +148,19 @@ def doubts_about(config: TransferConfig, verdicts: Sequence[Verdict]) -> list[st
     doubts = [f"Every run diverged, so there is no best {name}: {lost}."] if lost else []
     doubts += [f"On the edge of the grid, so the best may lie beyond it (more --values would tell): {edges}."] if edges else []
     return doubts
+
+
+def next_steps(config: TransferConfig, verdicts: Sequence[Verdict]) -> list[str]:
+    """What to do with the findings, in a sentence; none if these runs cannot tell."""
+    name, flag = _NAMES[config.axis], f"--{config.axis.replace('_', '-')}"
+    stays = [verdict for verdict in verdicts if verdict.tone == "good" and verdict.rule != "sp"]
+    if stays:
+        kept = stays[-1]
+        value = f"{kept.proxy.best_value:.3g}"
+        return [f"Next: under {title_of(kept.rule)}, give wide and sparse models the proxy's best {name}, {flag} {value} here."]
+    if all(verdict.tone == "bad" for verdict in verdicts):
+        return [f"Next: train longer (--steps) or wider targets (--widths) before you rely on the proxy's {name}."]
+    return []
 
 
 def headline(verdicts: Sequence[Verdict], name: str, *, so_far: bool = False, unsettled: Collection[str] = ()) -> str:

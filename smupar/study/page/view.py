@@ -116,7 +116,7 @@ class StudyView:
         findings, charts = self._read(waiting, is_open=bool(waiting) or signs.is_running)
         rows = self._rows(results, waiting, signs)
         progress = progress_of(rows, signs)
-        found = " ".join(findings.doubts) if findings.answers else findings.sentence  # the cards show the rest
+        found = " ".join(findings.remarks) if findings.answers else findings.sentence  # the cards show the rest
         sentences = (left_out(self.study), found, mixed_decay(findings.results))  # the page shows how many runs are done
         return {
             "kind": "study",

@@ -13,7 +13,7 @@ from smupar.study.curves.optima import Curve, move_in_words, moved
 from smupar.study.curves.picture import draw_png
 from smupar.study.definition import more_seeds
 from smupar.study.engines import execute
-from smupar.study.kinds.transfer import Verdict, _answer, analyse, headline, panels, proposals, sentence
+from smupar.study.kinds.transfer import Verdict, _answer, analyse, headline, next_steps, panels, proposals, sentence
 from smupar.study.report import write_report
 from smupar.study.stages import run_until_complete
 from smupar.study.store import Study
@@ -261,6 +261,22 @@ def test_headline_names_the_rules_under_which_the_best_value_transfers():
         "So far the learning rate does not transfer under SP and muP; SmuPar stays within 2x, with runs to come."
     )
     assert headline([], "learning rate") == ""
+
+
+def test_finding_says_what_to_do_next():
+    config = TransferConfig(run=TINY)
+
+    def said(**optima):  # from -7, on a grid that ends at 2^-4
+        return " ".join(next_steps(config, [Verdict(rule, curve(-7), (curve(optimum),)) for rule, optimum in optima.items()]))
+
+    keep = "Next: under SmuPar, give wide and sparse models the proxy's best learning rate, --lr 0.00781 here."
+    assert said(sp=-4.5, mup=-7, smupar=-7) == said(sp=-7, smupar=-7.5) == keep
+    assert said(sp=-4.5, smupar=-4.5).startswith("Next: train longer (--steps)")
+    assert (
+        said(sp=-4.5, mup=-3)
+        == "Next: train longer (--steps) or wider targets (--widths) before you rely on the proxy's learning rate."
+    )
+    assert said(sp=-7) == ""
 
 
 def test_card_has_the_most_that_the_best_run_of_the_proxy_costs_on_targets_that_have_run_it():
