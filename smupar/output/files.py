@@ -228,6 +228,15 @@ def locked(folder: Path) -> Iterator[None]:
         os.close(handle)
 
 
+def is_locked(folder: Path) -> bool:
+    """Whether a process of this machine has locked a folder. This only looks: a reader that took the lock could make a process
+    fail that starts at this moment."""
+    with contextlib.suppress(OSError):  # systems without /proc cannot tell
+        inode = f":{folder.stat().st_ino} "
+        return any(" FLOCK " in line and inode in line for line in Path("/proc/locks").read_text(encoding="ascii").splitlines())
+    return False
+
+
 def _remove_empty(folders: Sequence[Path]) -> None:
     """Removes these folders, the innermost first, up to the first that is not empty, so that a refused command leaves none."""
     with contextlib.suppress(OSError):

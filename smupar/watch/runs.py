@@ -12,7 +12,7 @@ from typing import Any
 from smupar.lm.config.fields import flat
 from smupar.lm.config.run_config import LATER_FIELDS
 from smupar.lm.run.metrics import METRICS_FILE, read_rows
-from smupar.output.files import changed_at
+from smupar.output.files import changed_at, is_locked
 from smupar.output.json_files import WRONG_TYPES, DamagedFileError, read_object
 from smupar.output.page.document import Chart, Document, PageProgress, finite
 from smupar.rules import get_rule
@@ -32,7 +32,8 @@ class Runs:
     @property
     def version(self) -> str:
         files = (path / name for path in self.runs.values() for name in ("metrics.jsonl", "summary.json"))
-        return " ".join(str(changed_at(file)) for file in files)
+        is_running = (_is_running(path) for path in self.runs.values() if not (path / "summary.json").exists())
+        return " ".join(map(str, (*(changed_at(file) for file in files), *is_running)))
 
     def document(self) -> Document:
         rows, damaged = [], []
@@ -77,8 +78,7 @@ def _row(path: Path) -> dict[str, Any]:
     config = LATER_FIELDS | flat(read_object(path / "config.json", remedy=remedy))
     summary = read_object(path / "summary.json", remedy=remedy) if (path / "summary.json").exists() else {}
     last = _last_row(path)
-    changed = max(changed_at(path / METRICS_FILE), changed_at(path / "config.json"))
-    state = summary.get("status") or ("running" if time.time() - changed < _QUIET_SECONDS else "stopped")
+    state = summary.get("status") or ("running" if _is_running(path) else "stopped")
     words = {name: " ".join(map(str, value)) for name, value in config.items() if isinstance(value, list)}
     try:
         return {
@@ -98,6 +98,16 @@ def _row(path: Path) -> dict[str, Any]:
         }
     except WRONG_TYPES as error:
         raise DamagedFileError(f"the files of {path} are damaged ({error!r}): {remedy}") from error
+
+
+def _is_running(path: Path) -> bool:
+    """Whether a run that has not ended is being trained. It is if a process of this machine has locked its folder. It is not if
+    it was saved after its last step, as when it is interrupted, or has written nothing for long."""
+    if is_locked(path):
+        return True
+    last_step = changed_at(path / METRICS_FILE)
+    saved = max((changed_at(saved) for saved in (path / "checkpoints").glob("step-*")), default=0.0)
+    return saved < last_step and time.time() - max(last_step, changed_at(path / "config.json")) < _QUIET_SECONDS
 
 
 def _last_row(path: Path) -> Mapping[str, Any]:

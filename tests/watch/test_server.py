@@ -8,7 +8,9 @@ import threading
 
 import pytest
 
+from smupar.output.files import locked
 from smupar.updates.page import trace_document
+from smupar.watch.runs import Runs
 from smupar.watch.server import WatchServer, serving
 from smupar.watch.server import watch as serve
 from tests.watch.studies import RUN, end_run, make_study
@@ -223,6 +225,27 @@ def test_folder_that_has_just_been_made_is_waited_for(watch, tmp_path):
     end_run(run, RUN)
     state = client.json("/state.json")
     assert (len(state["documents"]), state["waiting"]) == (1, [])
+
+
+def test_interrupted_run_is_stopped_at_once_and_a_quiet_one_with_a_process_runs(tmp_path):
+    run = tmp_path / "run"
+    end_run(run, RUN)
+    (run / "summary.json").unlink()
+    source = Runs(run, [run])
+
+    def seen():
+        return source.document()["headline"].partition(":")[0], source.version
+
+    state, version = seen()
+    assert state == "Running"
+    (run / "checkpoints" / "step-00000040").mkdir(parents=True)  # it was interrupted and saved
+    assert seen()[0] == "Stopped"
+    assert seen()[1] != version  # so that the page is made again
+    for name in ("metrics.jsonl", "config.json"):
+        os.utime(run / name, (1, 1))
+    with locked(run):
+        assert seen()[0] == "Running"
+    assert seen()[0] == "Stopped"
 
 
 def test_everything_below_a_folder_is_found(watch, tmp_path):
