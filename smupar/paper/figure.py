@@ -42,7 +42,8 @@ Rows = Sequence[Result]
 RULES = ("sp", "mup", "smupar")
 # A lead counts if it is larger than the spread of seeds by this factor.
 NUM_SPREADS = 2
-# The spread of seeds for figures with one seed: the median over the configurations of Figures 6 and 12 that have three seeds.
+# The spread of seeds for figures with one seed: the median over the configurations of Figures 6 and 12 without decay that have
+# three seeds.
 USUAL_SPREAD = 0.002
 MORE = 1.1  # one optimum moves more than another if its move is larger by this factor
 # Where numbers follow, perhaps those of a rule (": SP +3.8% at 1/4"), or powers of the density.
@@ -214,8 +215,8 @@ def panel(
 
 
 def moving(curves: Sequence[Curve]) -> str:
-    """How far the best value of some curves moves, in words."""
-    return f"best moves {move_in_words(curves)}"
+    """How far the best value of some curves moves, in words; "" if there is only one curve yet."""
+    return f"best moves {move_in_words(curves)}" if len(curves) > 1 else ""
 
 
 def _label(curve: Curve, *, with_width: bool) -> str:

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -253,7 +254,7 @@ def masked(masks, line):
         is_column = run.dynamic == masks and (masks != "gmp" or (run.correction == "moment") == moment)
         return run.rule == rule and 1 - run.sparsity == density and is_column and (run.follow is not None) == follows
 
-    name = "fig06" if masks == "none" else "fig12"
+    name = "without-decay/fig06" if masks == "none" else "fig12"
     return [curve(name, lambda run, density=density: kind(density, run)) for density in (1 / 4, 1 / 16, 1 / 64)]
 
 
@@ -312,3 +313,62 @@ def test_depth_page_has_the_steepest_slopes_of_the_check():
         verdict = "pass" if {row["verdict"] for row in own} == {"pass"} else "fail"
         assert f"| {get_rule(rule).title} | {titles[depth]} | {verdict} | {'; '.join(cells)} |" in words("docs/depth.md")
         assert (max(abs(row["slope"]) for row in own) < 0.2) == (verdict == "pass")
+
+
+# Depth, on docs/depth.md, docs/limitations.md, README and the page of results
+
+
+def _depth_curves():
+    """Mean training losses by depth rule, density and depth, and then by log2 of the learning rate."""
+    found = defaultdict(lambda: defaultdict(list))
+    for row in rows("depth"):
+        run = row.config
+        for rule in ("completep", "none"):
+            if run.depth_rule in (None, rule):
+                found[rule, density(run), run.model.depth][math.log2(run.lr)].append(row.loss)
+    return {key: {rate: fmean(seeds) for rate, seeds in own.items()} for key, own in found.items()}
+
+
+def test_pages_have_what_the_bases_learning_rate_costs_deep_models():
+    curves = _depth_curves()
+    assert min(curves["completep", 1, 2], key=curves["completep", 1, 2].get) == -6
+
+    def cost(rate, kind):
+        return {
+            key[1:]: own[rate] / min(own.values()) - 1
+            for key, own in curves.items()
+            if key[0] == "completep" and kind(*key[1:])
+        }
+
+    dense, sparse = cost(-6, lambda kept, depth: kept == 1), cost(-6, lambda kept, depth: kept < 1)
+    deep, most = f"{percent(dense[1, 16])} and {percent(dense[1, 32])}", percent(max(sparse.values()))
+    assert max(dense[1, 2], dense[1, 4], dense[1, 8]) == 0
+    for page, said in {
+        "docs/depth.md": f"lose {deep} at the learning rate of the base, 2^-6, and sparse ones at most {most}",
+        "docs/results/depth.md": f"Sparse models lose at most {most} at the dense base's learning rate, 2^-6.",
+        "README.md": f"dense models of 16 and 32 layers lose {deep} at the tuned one",
+        "docs/limitations.md": f"dense models of 16 and more layers lose {percent(dense[1, 16])} and more at the tuned one",
+    }.items():
+        assert said in words(page), page
+    half = cost(-7, lambda kept, depth: True)
+    assert percent(half[1, 2]) == "0.5 %"
+    assert max(half.values()) < 0.02
+
+
+def test_pages_have_what_a_factor_on_the_branches_gains():
+    lowest = {key: min(own.values()) for key, own in _depth_curves().items()}
+    gains = [percent(1 - lowest["completep", kept, 32] / lowest["none", kept, 32]) for kept in (1, 1 / 4, 1 / 16)]
+    assert "its best loss is {} lower when dense, and {} and {} lower at densities 1/4 and 1/16".format(*gains) in words(
+        "docs/depth.md"
+    )
+    assert "by {} when dense, {} at density 1/4, and {} at 1/16".format(*gains) in words("docs/results/depth.md")
+    assert lowest["none", 1, 32] > lowest["none", 1, 4]
+
+
+def test_page_of_figure_6_has_how_much_easier_the_batches_of_seed_0_are():
+    seeds = defaultdict(dict)
+    for row in rows("fig06"):
+        seeds[replace(row.config, seed=0).id][row.config.seed] = row.loss
+    shares = [own[0] / fmean(own.values()) - 1 for own in seeds.values() if len(own) == 3]
+    assert len(shares) == 30
+    assert f"it ends {percent(-fmean(shares))} below the mean of three seeds" in words("docs/results/fig06.md")

@@ -200,7 +200,7 @@ def test_figure_10_asks_for_a_lead_of_twice_the_spread_of_seeds(seed_adds, holds
 def test_usual_spread_of_seeds_is_that_of_figures_6_and_12():
     """The median over configurations with several seeds of the standard deviation over the mean, rounded to 0.1 %."""
     groups = {}
-    for name in ("fig06", "fig12"):
+    for name in ("without-decay/fig06", "fig12"):
         published = json.loads((RESULTS / f"{name}.json").read_text())
         for row in results(published):
             if row.summary.train_loss is not None:

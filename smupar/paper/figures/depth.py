@@ -129,9 +129,11 @@ def _width(results: dict[float, list[Result]]) -> int:
 
 
 def draw(rows: Rows) -> list[Panel]:
-    """One panel for each density and depth rule, in rows of one density, and the corner last."""
+    """One panel for each depth rule and density, in rows of one rule, and the corner last. A depth rule appears once a deeper
+    model has ended, and the first one at once."""
     found = _read(rows)
-    ordered = sorted(found.study, key=lambda key: (key[1], _RULES.index(key[0])))
+    begun = [key for key, curves in found.study.items() if len(curves) > 1 or key[0] == _RULES[0]]
+    ordered = sorted(begun, key=lambda key: (_RULES.index(key[0]), key[1]))
     panels = [
         _panel(f"{_title(rule)}, density {density_in_words(sparsity)}", found.study[rule, sparsity], found.proxy)
         for rule, sparsity in ordered
@@ -210,6 +212,7 @@ def _corner(curves: dict[str, list[Curve]]) -> Claim:
 FIGURE = Figure(
     title="Depth, width and density",
     shows="The paper has two layers and does not vary the depth.",
+    claimed="The learning rate of 2 dense layers fits 4 to 32 layers, dense and sparse",
     runs=runs,
     last=last,
     swept=("sweep", "lr"),
