@@ -70,8 +70,9 @@ def set_scales(model: nn.Module, plan: Plan, runs: Sequence[Run]) -> None:
         plan.settle("attention_scale")
         return
     plan.pending["attention_scale"] = (
-        f"the scale of {_named(left)} could not be set: smupar found no field there that has an effect, and no layer that "
-        "makes the queries. Make the model multiply q.k by plan.attention_scale(head_dim), then plan.settle('attention_scale')."
+        f"the scale of {_named(left)} could not be set: smupar found no field there that has an effect, and no layer whose "
+        "outputs are the queries and nothing else. Make the model multiply q.k by plan.attention_scale(head_dim), then "
+        "plan.settle('attention_scale')."
     )
     warnings.warn(f"not set yet: attention_scale: {plan.pending['attention_scale']}", PlanWarning, stacklevel=4)
 
