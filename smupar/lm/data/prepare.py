@@ -281,7 +281,10 @@ def _read_progress(path: Path) -> PreparationState:
     remedy = "choose another --out, or delete the folder and prepare it again"
     values = read_object(path, remedy=remedy)
     found_format = values.pop("format", None)
-    refuse(found_format != _PROGRESS_FORMAT, f"{path} has format {found_format!r} and this version reads {_PROGRESS_FORMAT!r}: {remedy}")
+    refuse(
+        found_format != _PROGRESS_FORMAT,
+        f"{path} has format {found_format!r} and this version reads {_PROGRESS_FORMAT!r}: {remedy}",
+    )
     progress = as_record(PreparationState, values, source=str(path), remedy=remedy)
     if progress.num_units and not progress.finished:  # written by a version that kept no checksums
         return replace(progress, finished=("",) * progress.num_units)
