@@ -22,8 +22,8 @@ from torch import Tensor
 from smupar.lm.config.run_config import STANDARD_LIBRARY, RunConfig, padded_vocab
 from smupar.lm.data.shard_hashes import verify
 from smupar.lm.data.shards import read_index
-from smupar.lm.data.tokens import Tokens, open_tokens
 from smupar.lm.data.tokenizer import TOKENIZER_FILE, Tokenizer, read_definition
+from smupar.lm.data.tokens import Tokens, open_tokens
 from smupar.refusals import refuse
 
 # Share of the text that is kept for validation, unless there is a separate text for that.

@@ -21,9 +21,9 @@ from smupar.lm.data import sources
 from smupar.lm.data.prepare import prepare
 from smupar.lm.data.shard_hashes import verify
 from smupar.lm.data.shards import read_index
-from smupar.lm.data.tokens import open_tokens
 from smupar.lm.data.sources import cut_at
 from smupar.lm.data.tokenizer import load_tokenizer, read_tokenizer
+from smupar.lm.data.tokens import open_tokens
 from smupar.output.json_files import SEAL
 from tests.support.texts import bpe
 
