@@ -95,6 +95,9 @@ def test_caption_of_readme_says_what_figure_6_says():
     published = json.loads((ROOT / "docs/results/fig06.json").read_text())
     common, rows, claims = published["common"], published["rows"], " ".join(claim["text"] for claim in published["claims"])
     for said, found in {
+        "moves by {}x under SP": r"SP's best learning rate moves by ([\d.]+)x,",
+        "by {}x or more under muP": r"muP's best learning rate moves by ([\d.]+)x or more",
+        "by {}x under SmuPar": r"SmuPar's best learning rate moves by ([\d.]+)x",
         "{} % under SP": r"SP \+([\d.]+)% at 1/16",
         "({} % already when dense)": r"gap when dense is \+([\d.]+)%",
         "{} % higher under muP": r"muP \+([\d.]+)% at 1/16",
