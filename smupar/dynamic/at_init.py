@@ -78,8 +78,8 @@ def _best_masks(
 @torch.no_grad()
 def fan_in_init(model: nn.Module, plan: Plan) -> None:
     """Rescales the weights of each neuron in place, so that their std fits the number of inputs that the neuron keeps (Evci et
-    al.). The plan's std fits the layer's mean number. Use this for masks that leave neurons with very different numbers of
-    inputs; if all neurons keep the same number, nothing changes."""
+    al.). The plan's std fits the mean number of kept inputs in the layer. Use this for masks that leave neurons with very
+    different numbers of inputs. If all neurons keep the same number, nothing changes."""
     for name, weight in hidden_weights(unwrapped(model), plan).items():
         if weight.is_masked:
             fan_in = weight.full_mask().float().sum(plan[name].in_dims, keepdim=True)

@@ -19,7 +19,7 @@ from smupar.refusals import refuse
 
 
 class Restart:
-    """Replaces Adam's updates of grown weights by those with the right bias correction.
+    """Gives grown weights Adam's updates with the right bias correction.
 
     Adam divides its averages by a correction for their start at 0, which depends on the number of the optimizer's steps. The
     averages of a grown weight started later, so this correction is wrong for it. After each step, this class adds to the weight

@@ -15,7 +15,7 @@ from smupar.plan.plan import Plan
 
 
 class HeldSizes:
-    """``step``, called after each step of the optimizers, gives every hidden weight the RMS that its plan draws it with.
+    """``step``, called after each step of the optimizers, gives every hidden weight the RMS with which its plan draws it.
 
     weights  hidden weights by name, of one model or of a stack
     plans    the plans of the models whose weights are held, by the model's number in the stack; 0 for a model alone

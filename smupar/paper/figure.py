@@ -46,7 +46,8 @@ NUM_SPREADS = 2
 # three seeds.
 USUAL_SPREAD = 0.002
 MORE = 1.1  # one optimum moves more than another if its move is larger by this factor
-# Where numbers follow, perhaps those of a rule (": SP +3.8% at 1/4"), or powers of the density.
+# Matches the colon before the numbers of a claim. A number follows it, or the name of a rule (": SP +3.8% at 1/4"), or a power
+# of the density.
 _NUMBERS = re.compile(r": (?=(?:\w+ )?[+-]?\d|as density\^)")
 _AXES = {"lr": "learning rate", "init_std": "init std"}
 

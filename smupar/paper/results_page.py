@@ -44,7 +44,7 @@ def index(folder: Path) -> str:
             lines.append(f"| {name} | {about} | not run yet | | |")
         else:
             lines.append(f"| [{name}]({name}.md) | {about} | {_holds(page)} | {len(page['rows'])} | {page['minutes']:.1f} |")
-    lines += ["", "The paper's findings, and what was found of each here:", ""]
+    lines += ["", "The paper's findings, and whether they hold here:", ""]
     for number, text in FINDINGS.items():
         claims = [f"[{name}]({name}.md) {_holds(page)}" for name, page in pages.items() if number == figure(name).finding]
         lines.append(f"- Finding {number}: {text}. {', '.join(claims) or 'Not run yet'}.")
@@ -57,8 +57,8 @@ def index(folder: Path) -> str:
 
 def claims_table(folder: Path, address: str) -> str:
     """What is claimed and whether it holds, from the pages in a folder: first what holds, then what holds in part, what does
-    not, and what these runs cannot tell. ``address`` is that of a page, with {} for its name. A claim that does not hold is
-    never left out."""
+    not, and what these runs cannot tell. ``address`` is the address of a page, with {} for the page's name. A claim that does
+    not hold is never left out."""
     rows: dict[str, list[str]] = {answer: [] for answer in ("yes", "in part", "no", "cannot tell")}
     for name in FIGURES:
         if (folder / f"{name}.json").exists():
@@ -88,7 +88,7 @@ def _holds(published: dict[str, Any]) -> str:
 
 def page_of(published: dict[str, Any], pictures: Sequence[str], by_hand: str) -> str:
     name, fig = published["figure"], figure(published["figure"])
-    finding = f" It belongs to Finding {fig.finding}: {FINDINGS[fig.finding]}." if fig.finding else ""
+    finding = f" This belongs to the paper's Finding {fig.finding}: {FINDINGS[fig.finding]}." if fig.finding else ""
     lines = [
         f"# {_heading(name)}: {fig.title}",
         "",
@@ -175,13 +175,17 @@ def _what_was_run(published: dict[str, Any]) -> list[str]:
     seeds = sorted({str(config.seed) for config in configs})
     batches = " and ".join(sorted({f"{config.batch_size} x {config.seq_len}" for config in configs}))
     return [
-        f"{len(configs)} runs{ended_early}{_missing(published)}: GPTs of {_distinct(configs, 'model.depth')} layers, "
-        f"width {_distinct(configs, 'model.width')} (base {first.base_width}), heads of {first.model.head_dim}, vocabulary "
-        f"{first.model.vocab_size}; {_distinct(configs, 'steps')} steps of {batches} tokens of `{first.data}`, {first.dtype}; "
-        f"density {_densities(configs)}; seed{'s' * (len(seeds) > 1)} {_listed(seeds)}; {_optimizer(configs)}.",
-        f"{'; '.join(published['devices'])}. {published['minutes']:.1f} minutes of training on it, compilation not counted; "
-        f"runs that several figures share are counted in each. {_made_by(published['commits'])} Every run with its "
-        f"configuration and hash: [{published['figure']}.json]({published['figure']}.json).",
+        f"{len(configs)} runs{ended_early}{_missing(published)}. Every run, with its configuration and hash, is in "
+        f"[{published['figure']}.json]({published['figure']}.json).",
+        "",
+        f"- **Models**: GPTs of {_distinct(configs, 'model.depth')} layers, width {_distinct(configs, 'model.width')} (base "
+        f"{first.base_width}), heads of {first.model.head_dim}, vocabulary {first.model.vocab_size}, density "
+        f"{_densities(configs)}.",
+        f"- **Training**: {_distinct(configs, 'steps')} steps of {batches} tokens of `{first.data}`, in {first.dtype}, with "
+        f"seed{'s' * (len(seeds) > 1)} {_listed(seeds)}.",
+        f"- **Optimizer**: {_optimizer(configs)}.",
+        f"- **Machine**: {'; '.join(published['devices'])}. Training took {published['minutes']:.1f} minutes, without "
+        f"compilation. Runs that several figures share are counted in each. {_made_by(published['commits'])}",
     ]
 
 

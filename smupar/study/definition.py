@@ -47,7 +47,7 @@ class StudyDefinition:
     read: Callable[[Study], Findings]
     title: str = "Study"
     read_so_far: Callable[[Study], Findings] | None = None  # reads an unfinished study; default: ``read``
-    # A value that changes with the files, other than those of runs, that ``read`` reads.
+    # Returns a value that changes with the files that ``read`` reads, apart from the files of runs.
     beside: Callable[[Study], object] | None = None
 
 
@@ -160,8 +160,8 @@ def _where(best: Result, results: Sequence[Result]) -> str:
 
 
 def _telling(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The columns that tell runs apart, the usual ones first. A column whose value follows from those before it tells nothing
-    more, such as an init std that each rule has of its own."""
+    """The columns that tell runs apart, the usual ones first. A column is left out if its value follows from earlier columns.
+    An example is the init std in a study where each rule has its own."""
     varied = varied_columns(rows, (*_RESULT_COLUMNS, "seed"))
     chosen: list[str] = []
     kinds = 1

@@ -84,8 +84,8 @@ def run_group(
 
 
 def _say_if_forgotten(study: Study, group: Sequence[RunConfig]) -> None:
-    """Says that runs have ended, and nothing records how they were divided into stacks: other runs may be divided otherwise.
-    Results from published rows have no folder. They were trained elsewhere, and nothing is lost."""
+    """Warns if runs have ended whose division into stacks is not recorded. The missing runs may then be divided differently.
+    Results from published rows have no folder, and need no record, since they were trained elsewhere."""
     ended = {result.config.id for result in study.results(group) if result.summary.folder}
     lost = without(ended, recorded_divisions(study, ended))
     if lost:

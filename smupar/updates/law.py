@@ -1,4 +1,4 @@
-"""The law by which updates are measured, and by which learning rates follow them, with alternatives for control experiments.
+"""A law says how updates are measured, and how learning rates follow them. Control experiments use other laws than the default.
 
 A law is written as the measured quantity, followed by settings that differ from the default: ``"rms"``, ``"effect,every=25"``,
 ``"function,held-out"``. This file does not import torch, so that ``smupar --help`` stays fast.

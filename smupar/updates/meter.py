@@ -92,7 +92,7 @@ class Meter(ABC):
 
     @abstractmethod
     def measure(self, optimizer: torch.optim.Optimizer, groups: Mapping[str, Mapping[str, Any]]) -> None:
-        """Measures, after an optimizer's update, its layers that were looked at."""
+        """After an optimizer's update, measures the layers that were looked at before it."""
 
     @abstractmethod
     def end_step(self) -> None:
@@ -191,7 +191,7 @@ class _UpdateMeter(Meter):
         return torch.stack([change.square().sum(), change.new_tensor(float(change.numel()))])
 
     def end_step(self) -> None:
-        if self.is_due and self.gains.keys() == self.probes.keys():  # they differ if the learning rate was 0
+        if self.is_due and self.gains.keys() == self.probes.keys():  # a layer with learning rate 0 has no gain
             self.trace.add(self.step, {name: gain * self.factors[name] for name, gain in self.gains.items()})
             self.follow()
         self.gains, self.factors = {}, {}

@@ -84,7 +84,8 @@ class _Spectral(UpdateSizes):
 
 
 class _Function(UpdateSizes):
-    """Runs the model once for each layer. Only this layer has its new weights; all others have those before the step."""
+    """Runs the model once for each layer. Only this layer has its new weights. All others have their weights from before the
+    step."""
 
     def look(self, batch: Sequence[Tensor]) -> None:
         num = max(1, self.law.tokens // batch[0].shape[-1])

@@ -7,5 +7,5 @@ optimizers  the updates
 weight      ``StackedWeight``: the same weight in all models, with the interface of a weight in one
 
 Masks that move in a stack are in ``dynamic/stacked``, measured updates in ``updates/stacked``, GPTs and their runs in
-``lm/run/stack``, and who is trained with whom in ``study/stacks``.
+``lm/run/stack``, and which runs are trained together in ``study/stacks``.
 """

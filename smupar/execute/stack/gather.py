@@ -27,8 +27,8 @@ class Hyperparameters:
     """One model's optimizer: the arguments of ``param_groups`` and of the optimizer, with torch's defaults."""
 
     lr: float
-    # Learning rate of an AdamW that trains all parameters but hidden weights. With None there is no such AdamW, but beside Muon
-    # there is one with the learning rate ``lr``.
+    # Learning rate of an AdamW that trains all parameters but hidden weights. If it is None, there is no such AdamW, except
+    # beside Muon: there its learning rate is ``lr``.
     rest_lr: float | None = None
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8

@@ -72,7 +72,7 @@ class BatchedLoss:
         names: Iterable[str],
         take: Callable[[Tensor], Tensor],
     ) -> Tensors:
-        """``take`` applied to the inputs of each weight's layer, by name of the weight."""
+        """Calls ``take`` with the inputs of each weight's layer. Returns the results by name of the weight."""
         seen: Tensors = {}
 
         def hook(name: str) -> Callable[[nn.Module, Any], None]:

@@ -103,7 +103,7 @@ class Stack:
 
     @torch.no_grad()
     def inputs(self, batch: Sequence[Tensor], take: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-        """``take`` applied to the inputs of each hidden weight's layer, by name of the weight."""
+        """Calls ``take`` with the inputs of each hidden weight's layer. Returns the results by name of the weight."""
         return self._loss.inputs(self.tensors.params, self.tensors.buffers, tuple(batch), self.hidden, take)
 
     @torch.no_grad()

@@ -67,7 +67,7 @@ def save(
         last = latest(folder)
         raise OSError(
             f"the checkpoint of step {step} could not be written to {folder}: {_reason(error)}. "
-            + (f"That of step {step_of(last)} is intact" if last else "There is none yet")
+            + (f"The checkpoint of step {step_of(last)} is intact" if last else "There is no earlier checkpoint")
             + ": make room and start the same command again"
         ) from error
     world.wait()

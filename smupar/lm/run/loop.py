@@ -1,7 +1,7 @@
 """The training loop, for one run or for a stack of many. It ends with a ``Summary`` of each run.
 
-It trains ``TrainableRuns``: a ``Stepper`` or a ``GPTStack``. Rows and checkpoints go to a ``Keeper``, which writes into the
-run's folder, or for a stack writes the rows and the state of all its runs from time to time. The coordinate check
+It trains ``TrainableRuns``: a ``Stepper`` or a ``GPTStack``. Rows and checkpoints go to a ``Keeper``. For one run it writes
+into the run's folder. For a stack it writes the rows and the state of all runs from time to time. The coordinate check
 (check/coordinates/grid_run.py) has its own loop.
 """
 
@@ -133,7 +133,7 @@ class Loop:
         start: int | None = None,
     ) -> None:
         """``progress`` says where each run starts. A stack may hold further runs, copies that only fill it up. ``start`` is the
-        number of steps done. By default these are the first run's, so pass it for a stack, whose first run may have diverged.
+        number of steps done, by default by the first run. Pass it for a stack, since its first run may have diverged.
         """
         self.runs, self.cadence, self.keeper, self.stop, self.progress = runs, cadence, keeper, stop, progress
         self.config = runs.configs[0]
@@ -239,7 +239,8 @@ class Loop:
 
     def _log(self, losses: list[list[float]], seconds: float) -> None:
         """Turns losses into rows, each with the mean since the previous row. A run that diverges has no row after that. If the
-        validation of this step was interrupted, its row waits until it is repeated, so that a resumed run has the same rows."""
+        validation of this step was interrupted, the row waits until the validation is repeated, so that a resumed run has the
+        same rows."""
         speed = self._tokens(1) / (seconds / len(self.progress))
         for number, of_runs in enumerate(losses, start=self.done + 1 - len(losses)):
             waits = number == self.done and self.cadence.validates(number) and not self._has_validated()

@@ -44,7 +44,7 @@ class Stepper:
         """``trace`` is the trace to follow; by default it is read from the file ``config.follow``.
 
         The order matters. Weights get their storage first, then optimizers are built. The audit comes before the companions,
-        because these give each hidden weight its own group. They also add hooks and buffers, so DDP wraps the model
+        because companions give each hidden weight its own group. They also add hooks and buffers, so DDP wraps the model
         afterwards. Then the model is compiled, and the whole step is captured.
         """
         self.config, self.configs, self.world, self.corpus = config, [config], world, corpus

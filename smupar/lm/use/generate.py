@@ -22,7 +22,7 @@ from smupar.lm.use.export import folded
 from smupar.lm.use.load import is_of_transformers, load_model, load_transformers, num_positions
 from smupar.refusals import refuse
 
-_COLDEST = 1e-30  # below this, logits / temperature overflow fp32; the likeliest token is certain at much higher ones
+_COLDEST = 1e-30  # fp32 overflows at lower temperatures; the likeliest token is certain long before
 
 Logits = Callable[[Tensor], Tensor]  # new tokens (texts, tokens) -> logits of the next tokens (texts, vocabulary)
 

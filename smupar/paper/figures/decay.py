@@ -233,7 +233,9 @@ def _against(losses: dict[_Setting, Losses], inside: dict[_Setting, Losses], **o
     name = {"coupled": "coupled decay", "matrices": "decay of matrices alone", "hidden": "decay of hidden weights alone"}
     shares = _shares({setting.density: share for setting, share in behind.items()})
     sparse = [share for setting, share in behind.items() if setting.sparsity]
-    text = f"{name[next(iter(other.values()))]} ends above independent decay of all at every sparse density tried: {shares}"
+    text = (
+        f"{name[next(iter(other.values()))]} ends above independent decay of everything at every sparse density tried: {shares}"
+    )
     return Claim(min(sparse) > 0, text)
 
 

@@ -186,7 +186,7 @@ def claim(rows: Rows) -> Claim:
         ),
         Claim(
             moves["none"] > MORE * moves["completep"],
-            f"without a factor it moves farther (moves and costs: {others})",
+            f"without a factor the best learning rate moves farther (moves and costs: {others})",
         ),
         *([_corner(found.corner)] if all(len(curves) > 1 for curves in found.corner.values()) and found.corner else []),
     )

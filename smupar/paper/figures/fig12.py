@@ -176,8 +176,8 @@ def _wins(columns: dict[str, list[Curve]], proxy: Curve, method: str) -> list[Cl
             others = {rule: at_dense_optimum(columns[rule], index) for rule in ("SP", "muP", "SmuPar")}
             words = ", ".join(f"{rule} {loss:.3f}" for rule, loss in others.items())
             text = (
-                f"{method} at density {density_in_words(target.sparsity)}: measured updates have the lowest loss, each at its "
-                f"dense-tuned learning rate: measured {ours:.3f}, {words}"
+                f"{method} at density {density_in_words(target.sparsity)}: measured updates have the lowest loss, with every "
+                f"rule at its dense-tuned learning rate: measured {ours:.3f}, {words}"
             )
             wins.append(Claim(ours < min(others.values()), text))
     return wins

@@ -39,7 +39,7 @@ def _worse(ablation: list[Curve], smupar: list[Curve], name: str, spread: float)
     return (
         Claim(
             move > MORE * ours,
-            f"'{name}' moves by {times(move)}{edge(ablation)}, more than {MORE:g} x SmuPar's {times(ours)}",
+            f"the optimum of '{name}' moves by {times(move)}{edge(ablation)}, more than {MORE:g} x SmuPar's {times(ours)}",
         ),
         Claim(
             gap > spread,

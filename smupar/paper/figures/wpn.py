@@ -51,7 +51,7 @@ def _rises(rows: Rows, rule: str) -> Claim:
     bound = " or more (edge of the grid)" if sparsest.on_edge else ""
     text = (
         f"{title(rule)}'s best learning rate rises by {rise:.2g}x{bound} while weights per neuron fall by {fewer:g}x: an "
-        f"exponent of {exponent:.2f}{' or more' if bound else ''} (1 is proportional, more than {_PROPORTIONAL:g} is needed)"
+        f"exponent of {exponent:.2f}{' or more' if bound else ''} (1 is in proportion, more than {_PROPORTIONAL:g} is needed)"
     )
     return Claim(holds, text)
 

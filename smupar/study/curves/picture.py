@@ -98,7 +98,7 @@ def _num_keys(panel: Panel, panels: Sequence[Panel]) -> int:
 
 
 def _y_range_beside(panel: Panel, panels: Sequence[Panel]) -> tuple[float, float]:
-    """The range of y that a panel shares with those that show the same."""
+    """The range of y, which a panel shares with all panels that show the same quantity."""
     return y_range([other for other in panels if other.y_label == panel.y_label])
 
 
@@ -116,7 +116,7 @@ def _has_seeds(panel: Panel) -> bool:
 
 def _draw_title(panel: Panel, axis: Any) -> None:
     text = f"{panel.title}: {panel.finding}" if panel.finding else panel.title
-    by_size = any(not isinstance(line.colour, str) for line in panel.lines)  # colours of sizes are near those of rules
+    by_size = any(not isinstance(line.colour, str) for line in panel.lines)  # these colours resemble the rules' colours
     colour = _TEXT if by_size else rule_colour(panel.rule or rule_in(text), _TEXT)
     if len(text) > _MOST_LETTERS:
         text = text.replace(": ", ":\n", 1)

@@ -129,7 +129,7 @@ def test_full_disk_gives_one_line_and_leaves_the_last_checkpoint(finished, confi
     assert process.exitcode == 2
     (line,) = [line for line in log if line.startswith("error:")]
     assert "the checkpoint of step 30 could not be written" in line
-    assert "That of step 27 is intact: make room and start the same command again" in line
+    assert "The checkpoint of step 27 is intact: make room and start the same command again" in line
     assert not [name for name in checkpoints(folder) if "30" in name]
     assert all(torch.equal(tensor, before[name]) for name, tensor in tensors(folder, 27).items())
     process = in_process(config, replace(HOW, out=str(folder)))  # there is room again
