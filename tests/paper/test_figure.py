@@ -389,6 +389,14 @@ def test_depth_is_judged_by_the_dense_bases_optimum():
     assert "depth-muP (alpha 1/2) 1x" in claimed.text
     with_width = depth_rows(lambda run: -6.5 if run.model.width == 64 else -5.1, lambda run: 4.0)
     assert [part.holds for part in depth.claim(with_width).parts] == [True, True, False, False]
+    dense_and_deep = [run for run in depth.last(CPU) if run.warmup is not None and run.model.depth == 8]
+    assert {(run.warmup, run.sparsity, run.lr) for run in dense_and_deep} == {(15, 0.0, 2**-7), (15, 0.0, 2**-6)}
+    slow = [
+        finished(row.config, row.loss + 0.2) if row.config.warmup is not None and row.config.lr == 2**-6 else row
+        for row in moved
+    ]
+    assert depth.claim(slow).holds  # runs with a longer warm-up belong to no curve
+    assert "with 3 times the warm-up it costs 4.98% in the dense model of depth 8" in depth.claim(slow).text
     first = depth.claim([row for row in moved if row.config.depth_rule != "depth-mup"])
     assert first.holds
     assert "depth-muP" not in first.text

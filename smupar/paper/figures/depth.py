@@ -23,6 +23,7 @@ from smupar.study.run_configs import unique, with_fields
 from smupar.study.store import Result
 
 _NEAR = 0.005  # a learning rate counts as good as the best one if it costs no more than this share of the loss
+_SLOWER = 3  # the longer warm-up, in usual ones
 _RULES = ("completep", "none", "depth-mup")  # the last one is for comparison, and its runs come last
 
 
@@ -64,8 +65,8 @@ def runs(scale: Scale) -> list[RunConfig]:
 
 
 def last(scale: Scale) -> list[RunConfig]:
-    """The corner, and then the depth rule that is compared without further seeds."""
-    return [*corner(scale), *_curves_of(scale, _RULES[2:])]
+    """The corner, the runs with a longer warm-up, and then the depth rule that is compared without further seeds."""
+    return [*corner(scale), *slower(scale), *_curves_of(scale, _RULES[2:])]
 
 
 def _curves_of(scale: Scale, rules: Sequence[str]) -> list[RunConfig]:
@@ -83,6 +84,18 @@ def corner(scale: Scale) -> list[RunConfig]:
     return [*base, *(_run(scale, rule, depth, density, width, lr=lr, **steps) for rule in _RULES[:2] for lr in rates)]
 
 
+def slower(scale: Scale) -> list[RunConfig]:
+    """The dense base and the deepest dense model with a longer warm-up. They tell whether a learning rate that fits the base is
+    too large for the deep model only in its first steps."""
+    size = _SIZES[scale.name]
+    warmup = {"warmup": _SLOWER * (size.steps // 10), "seed": 0}
+    return [
+        _run(scale, "completep", depth, 1.0, lr=2.0**rate, **warmup)
+        for depth in (size.depths[0], size.depths[-1])
+        for rate in (-7, -6)
+    ]
+
+
 # Reading
 
 
@@ -92,20 +105,26 @@ class _Curves:
 
     study: dict[tuple[str, float], list[Curve]]
     corner: dict[str, list[Curve]]  # the dense base's curve, then the corner's
+    slower: list[Curve]  # over depth, with the longer warm-up
 
     @property
     def proxy(self) -> Curve:
         return next(iter(self.study.values()))[0]
 
 
-def _read(rows: Rows) -> _Curves:
+def _read(every: Rows) -> _Curves:
+    rows = [row for row in every if row.config.warmup is None]
     lengths = sorted({row.config.steps for row in rows})
     study = [row for row in rows if row.config.steps == lengths[0]]
     longer = [row for row in rows if row.config.steps == lengths[-1] != lengths[0]]
     sparsities = sorted({row.config.sparsity or 0.0 for row in study})
     by_rule = {(rule, sparsity): _over_depth(study, rule, [sparsity]) for rule in _RULES for sparsity in sparsities}
     far = sorted({row.config.sparsity or 0.0 for row in longer})
-    return _Curves(by_rule, {rule: _over_depth(longer, rule, far) for rule in _RULES[:2]} if longer else {})
+    return _Curves(
+        by_rule,
+        {rule: _over_depth(longer, rule, far) for rule in _RULES[:2]} if longer else {},
+        _over_depth([row for row in every if row.config.warmup is not None], "completep", [0.0]),
+    )
 
 
 def _over_depth(rows: Sequence[Result], rule: str, sparsities: Sequence[float]) -> list[Curve]:
@@ -182,7 +201,7 @@ def claim(rows: Rows) -> Claim:
         Claim(
             costs["completep"] <= _NEAR,
             f"the dense base's best learning rate costs at most {costs['completep']:.2%} at any depth and density ({_NEAR:.1%} "
-            "is allowed)",
+            f"is allowed{_with_longer_warm_up(found)})",
         ),
         Claim(
             moves["none"] > MORE * moves["completep"],
@@ -195,6 +214,15 @@ def claim(rows: Rows) -> Claim:
 def _against(found: _Curves, rule: str) -> list[Curve]:
     """The dense base's curve, and those of all deeper models under a depth rule."""
     return [found.proxy, *(curve for (of, _), curves in found.study.items() if of == rule for curve in curves[1:])]
+
+
+def _with_longer_warm_up(found: _Curves) -> str:
+    """What the base's learning rate costs the deepest dense model with a longer warm-up, in words; "" if it has not ended."""
+    if len(found.slower) < 2:
+        return ""
+    deep = found.slower[-1]
+    cost = deep.excess(found.proxy.best_value)
+    return f"; with {_SLOWER} times the warm-up it costs {cost:.2%} in the dense model of depth {deep.depth}"
 
 
 def _corner(curves: dict[str, list[Curve]]) -> Claim:
