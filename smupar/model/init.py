@@ -34,7 +34,11 @@ class Resets:
             parameter.zero_()
         for path, (reset, devices) in self.calls.items():
             with torch.random.fork_rng([device for device in devices if device.type == "cuda"]):
-                torch.manual_seed(generator(seed, "reset", path).initial_seed())  # a random init is seeded by name
+                # A random init is seeded by name. torch.manual_seed would also seed GPUs that the model does not use, in which
+                # other threads may be training.
+                on_cpu = all(device.type == "cpu" for device in devices)
+                seed_generators = torch.default_generator.manual_seed if on_cpu else torch.manual_seed
+                seed_generators(generator(seed, "reset", path).initial_seed())
                 reset()
 
 

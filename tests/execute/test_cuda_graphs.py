@@ -77,6 +77,36 @@ def test_stack_with_fused_attention_gives_the_losses_of_products(text, head_dim)
     assert relative_error(fused[-5:].mean(0), products[-5:].mean(0)) < 5e-3  # as two seeds of the rounding differ
 
 
+def measured_trace(text, tmp_path):
+    stepper = Stepper(
+        replace(RUN, sparsity=0.0, record=True), Execution(device="cuda", compile=False), World(0, 1, GPU, "ddp"), text
+    )
+    losses_of(stepper.step)
+    path = tmp_path / "trace.json"
+    stepper.traces()[0].save(path)
+    return str(path)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("kind", ["moving", "imp", "held", "follow"])
+def test_stack_with_companions_on_a_gpu_gives_the_losses_of_single_runs(text, tmp_path, kind, compiled):
+    """Companions change rates, masks and weights between steps, in the tensors that a captured step is bound to."""
+    moving = replace(RUN, mask_every=5, mask_stop=0.8)
+    bag = {
+        "moving": lambda: [
+            *(replace(moving, dynamic=name) for name in ("rigl", "set", "gmp")),
+            replace(moving, dynamic="gmp", correction="fixed"),
+        ],
+        "imp": lambda: [replace(RUN, dynamic="imp", rounds=2), replace(RUN, dynamic="imp", rounds=2, sparsity=0.9)],
+        "held": lambda: [replace(RUN, decay="held"), RUN],
+        "follow": lambda: [replace(RUN, follow=measured_trace(text, tmp_path)), RUN],
+    }[kind]()
+    stacked = losses_of(GPTStack(bag, text, GPU, compile=compiled).step)
+    for index, config in enumerate(bag):
+        # Rounding decides between weights that are nearly as small, so masks may differ in a few entries.
+        assert relative_error(stacked[:, index], plain(config, text, compile=False)) < 5e-3
+
+
 def test_memory_of_fused_attention_grows_with_the_length_and_not_with_its_square(text):
     def peak(seq_len, kernel):
         torch.cuda.empty_cache()
@@ -102,6 +132,7 @@ def test_captured_stack_goes_on_from_its_state_without_another_capture(text):
     stack = GPTStack(BAG, text, GPU, own_batches=True)
     whole = losses_of(stack.step)
     captured = stack.stack._call.output
+    assert stack.stack.is_captured
     stack.refill(BAG)
     for number in range(10):
         stack.step(number)

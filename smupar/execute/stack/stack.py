@@ -71,6 +71,11 @@ class Stack:
     def __len__(self) -> int:
         return len(self.models)
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether a step only replays a CUDA graph: everything that happens once is over."""
+        return isinstance(self._call, GraphedCall) and self._call.output is not None
+
     def refill(self, models: Sequence[nn.Module], plans: Sequence[Plan], hyperparameters: Sequence[Hyperparameters]) -> None:
         """Starts again with other models of the same number and shapes. Nothing is compiled again."""
         fresh = gathered(models, plans, hyperparameters, self.kind, self.facts)

@@ -53,7 +53,7 @@ class StackedWeight(Weight):
         return entries if self.mask is None else self.mask.flatten(1).sum(1)
 
     def scale(self, factors: Tensor, models: Sequence[int] = ONLY) -> None:
-        self.values[list(models)] *= factors.view(-1, *[1] * len(self.shape))
+        self.values[list(models)] *= factors.to(self.values.device).view(-1, *[1] * len(self.shape))
 
     def snapshot(self) -> Tensor:
         return self.values.clone()

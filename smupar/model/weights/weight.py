@@ -41,7 +41,7 @@ class Weight(Protocol):
         """The number of weights on the mask, for each model; under FSDP2, in this rank's part."""
 
     def scale(self, factors: Tensor, models: Sequence[int] = ONLY) -> None:
-        """Multiplies the weight by a factor for each model."""
+        """Multiplies the weight by a factor for each model. The factors may be in the host's memory."""
 
     def snapshot(self) -> Tensor:
         """A copy of the values for ``restore``. It is valid for any later mask."""

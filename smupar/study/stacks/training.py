@@ -43,19 +43,19 @@ def train_stacks(
         (number, part) for number in range(len(division.stacks)) if (part := _runs_of_stack(study, division, number, by_id))
     ]
     filled = [part + [part[-1]] * (division.size - len(part)) for _, part in waiting]
-    # On a CPU, building would slow down training. A large stack trains for so long that the time to build the next one hardly
-    # counts, and a second one would need memory.
-    builds_ahead = device.type == "cuda" and division.size == 1
     with (
+        # The study has already shown these warnings. The thread that builds ends before they are shown again.
+        warnings.catch_warnings(action="ignore", category=PlanWarning),
         contextlib.closing(BuiltAhead()) as ahead,
-        warnings.catch_warnings(action="ignore", category=PlanWarning),  # the study has already shown these warnings
     ):
         for turn, (number, part) in enumerate(waiting):
             if stack is None:
                 stack = GPTStack(filled[turn], open_text(part[0]), device, own_batches=division.own_batches)
             elif stack.num_steps or stack.configs != filled[turn]:
                 stack.refill(filled[turn], ahead.take(filled[turn]))
-            if builds_ahead and 0 < turn < len(waiting) - 1:  # not while the first stack is compiled
+            # Building would slow down training on a CPU, and compiling and capturing on a GPU. A large stack trains for so long
+            # that the time to build the next one hardly counts, and a second one would need memory.
+            if division.size == 1 and stack.stack.is_captured and turn < len(waiting) - 1:
                 ahead.start(filled[turn + 1])
             train_stack(study, stack, part, division, number, progress)
 

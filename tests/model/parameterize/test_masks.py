@@ -183,20 +183,23 @@ class Noisy(nn.Module):
         nn.init.normal_(self.gain)
 
 
-def test_random_resets_follow_the_seed_of_the_plan_and_leave_torchs_generator_alone():
+def test_random_resets_follow_the_seed_of_the_plan_and_leave_torchs_generators_alone(monkeypatch):
     def build(width):
         return nn.Sequential(nn.Linear(5, width), Noisy(width), nn.Linear(width, width), nn.Linear(width, 3))
 
-    gains = []
+    gains, seeded_gpus = [], []
     for global_seed, seed in ((0, 0), (1, 0), (0, 1)):
         with torch.device("meta"):
             model, base = build(32), build(8)
         model.to_empty(device="cpu")
         torch.manual_seed(global_seed)
         before = torch.get_rng_state()
-        smupar.parameterize(model, base=base, reset=True, seed=seed)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "manual_seed_all", seeded_gpus.append)
+            smupar.parameterize(model, base=base, reset=True, seed=seed)
         assert torch.equal(torch.get_rng_state(), before)
         gains.append(model[1].gain.detach())
+    assert seeded_gpus == []
     assert torch.equal(gains[0], gains[1])
     assert not torch.equal(gains[0], gains[2])
 
