@@ -392,7 +392,7 @@ def test_depth_is_judged_by_the_dense_bases_optimum():
     dense_and_deep = [run for run in depth.last(CPU) if run.warmup is not None and run.model.depth == 8]
     assert {(run.warmup, run.sparsity, run.lr) for run in dense_and_deep} == {(15, 0.0, 2**-7), (15, 0.0, 2**-6)}
     slow = [
-        finished(row.config, row.loss + 0.2) if row.config.warmup is not None and row.config.lr == 2**-6 else row
+        finished(row.config, row.loss + 0.2) if row.config.warmup is not None and row.config.lr == 2**-7 else row
         for row in moved
     ]
     assert depth.claim(slow).holds  # runs with a longer warm-up belong to no curve
