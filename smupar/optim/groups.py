@@ -44,15 +44,15 @@ def param_groups(
 ) -> list[dict[str, Any]]:
     """Optimizer groups with the learning rate of each parameter. Pass them to the optimizer in place of ``model.parameters()``.
 
-    lr            base learning rate, a number or a tensor; the tensor is not changed
-    optimizer     name or class of the optimizer that will get the groups; it decides which factors of Table 1 apply
-    decay         "independent": decay divided by the LR factor, so that LR times decay stays as tuned;
-                  "coupled": the same decay everywhere, as in the paper's reference code
-    eps           "constant", or "width": epsilon shrinks as the width grows, as gradients do
-    eps_value     base epsilon; default for "constant" the optimizer's own, for "width" 1e-8
+    lr            base learning rate, a number or a tensor. The tensor is not changed
+    optimizer     name or class of the optimizer that will get the groups. It decides which factors of Table 1 apply
+    decay         "independent" divides decay by the LR factor, so that LR times decay stays as tuned.
+                  "coupled" is the same decay everywhere, as in the paper's reference code
+    eps           "constant", or "width": epsilon shrinks as the width grows, like gradients
+    eps_value     base epsilon. By default the optimizer's own for "constant", and 1e-8 for "width"
     only          "hidden" | "rest", for two optimizers on one model, such as Muon for hidden weights and AdamW for the rest
     no_decay      parameters without weight decay: globs, or a function (name, parameter) -> bool
-    extra         groups of your own, appended as copies; the plan's groups leave out the parameters in them
+    extra         groups of your own, appended as copies. The plan's groups leave out their parameters
     """
     family, weight_decay = family_of(optimizer), float(weight_decay)
     choice("decay", decay, ("independent", "coupled"))

@@ -1,17 +1,19 @@
 """Defines ``Figure``, and functions that the files of figures share: reading curves from results, drawing them, and making
 claims with numbers.
 
-Each figure or table is one file that ends with ``FIGURE = Figure(...)``; reproduce.py runs it, page.py shows it while it runs
-and when it is judged, publish.py writes its page in the docs. A figure must have a title, a sentence on what the paper shows,
-and a claim that can fail. The rest is optional, and is called in this order:
+Each figure or table is one file that ends with ``FIGURE = Figure(...)``. reproduce.py runs it, page.py shows it while it runs
+and when it is judged, and publish.py writes its page in the docs. A figure must have a title, a sentence on what the paper
+shows, and a claim that can fail. The rest is optional, and is called in this order:
 
 prepare         raises before anything is trained if something is missing
-runs, then      proposes the runs to train; ``then`` proposes runs that depend on the results of the first
+runs            proposes the runs to train
+then            proposes runs that depend on the results of the first runs
 swept           adds seeds around the best value of every curve
 last            proposes runs that come after all others and get no additional seeds
-measure         computes the input of ``draw`` and ``claim``, with or without runs; by default they take the runs' rows
-draw, text      draws the picture; makes a table that needs no run
-claim           says whether the paper's statement holds, or that the runs cannot tell, with numbers
+measure         computes the input of ``draw`` and ``claim``, with or without runs. By default both take the rows of the runs
+draw            draws the picture
+text            makes a table that needs no run
+claim           says with numbers whether the paper's statement holds, or that the runs cannot tell
 
 ``from_published`` reads measurements from a published file, so that claim and picture can be made again without the runs.
 """

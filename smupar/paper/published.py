@@ -46,7 +46,7 @@ def read_published(path: Path) -> dict[str, Any]:
         except ValueError as error:
             raise DamagedFileError(f"{path} is damaged ({error}): {_PUBLISH_AGAIN}") from error
         if others:
-            raise DamagedFileError(f"{path} is damaged (the fields of run {others[0]} are those of another): {_PUBLISH_AGAIN}")
+            raise DamagedFileError(f"{path} is damaged (the fields of run {others[0]} belong to another run): {_PUBLISH_AGAIN}")
     return published
 
 

@@ -24,7 +24,7 @@ class EngineConfig:
     """How the runs of a study are executed. The results depend on it only up to rounding."""
 
     engine: EngineName = "auto"
-    """serial: one run after the other; stacked: as many at once as fit; auto: the faster of these; ray: on a cluster."""
+    """serial: one run after the other. stacked: as many at once as fit. auto: the faster of these two. ray: on a cluster."""
     device: str = "auto"
     """auto: a GPU if there is one."""
     threads: int = 0
@@ -47,8 +47,8 @@ class TransferConfig:
     values: tuple[float, ...] = ()
     """Values to sweep. Default: 2^-11 .. 2^-4 for lr, and 1/8 to 8 times the tuned value for others."""
     rules: tuple[str, ...] = ("sp", "mup", "smupar")
-    """Rules to compare: those of --rule of `smupar train`, and two more.
-    measured: SmuPar's init; learning rates are set so that updates have the same effect as in the proxy's best run.
+    """Rules to compare: the rules of `smupar train --rule`, and two more.
+    measured: SmuPar's init, with learning rates at which updates have the same effect as in the proxy's best run.
     moment, only with --dynamic gmp or imp: SmuPar with the current density (smupar uses the final density, as in the paper)."""
     sparsities: tuple[float, ...] = (0.0, 0.75, 0.9375)
     """Sparsities of the targets."""
@@ -61,7 +61,7 @@ class TransferConfig:
     proxy_depth: int | None = None
     """Depth of the proxy. Default: the depth of the targets."""
     proxy_steps: int | None = None
-    """Steps of the proxy's runs. Default: the steps of a target's run; with --dynamic imp, those of one round."""
+    """Steps of the proxy's runs. Default: the steps of a target's run, or with --dynamic imp the steps of one round."""
 
     def __post_init__(self) -> None:
         for name in ("rules", "sparsities", "widths"):

@@ -91,7 +91,7 @@ def _say_if_forgotten(study: Study, group: Sequence[RunConfig]) -> None:
     if lost:
         warnings.warn(
             f"{study.stacks} does not say in which stacks {len(lost)} runs were trained, so it is damaged, or of an older "
-            "version: runs that are missing may differ in the last digits from those of a study that was not interrupted",
+            "version: the runs that are still missing may end with other last digits than without an interruption",
             stacklevel=3,
         )
 

@@ -4,7 +4,8 @@ planned.json        the runs of the current stage that had not ended when it beg
 live/HOST-PID.json  a sign of life of each process: what it does, its runs with their losses so far, speed, and time left
 
 Threads write both, rarely enough that writing costs less than ``_SHARE`` of the time. Nothing in a study depends on them. A
-killed process leaves its file; readers see by the file's age, or by the process id on the same machine, that it is gone.
+killed process leaves its file. Readers see by the file's age, or by the process id on the same machine, that the process is
+gone.
 """
 
 from __future__ import annotations

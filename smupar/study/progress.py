@@ -71,5 +71,5 @@ class StudyProgress:
 
 def _work_of_step(config: RunConfig) -> float:
     """The time of a step in arbitrary units: the products of all layers, plus a fixed cost for each product."""
-    width, beside = config.model.width, 512  # narrow products take as long as those of width 512
+    width, beside = config.model.width, 512  # narrower products take as long as products of width 512
     return config.batch_size * config.seq_len * config.model.depth * width * (width + beside)

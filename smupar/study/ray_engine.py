@@ -128,7 +128,7 @@ def _run_all(ray: Any, study: Study, todo: list[RunConfig], configs: list[RunCon
         if not lost:  # a task that failed by itself would fail again
             break
     raise ValueError(
-        f"{len(left)} of {len(todo)} runs have no result ({failure}); finished runs are kept; start the same command again"
+        f"{len(left)} of {len(todo)} runs have no result ({failure}). Finished runs are kept: start the same command again"
     )
 
 

@@ -6,8 +6,9 @@ runs/<id>/       config.json, metrics.jsonl, and, last, summary.json
 planned.json, live/  what the running command will do, and its signs of life (study/live.py)
 stacks/          which runs are trained together, and the states of running stacks
 damaged/<id>/    folders of damaged runs, which were run again
-table.csv        one row for each run; also as table.json, and as table.parquet on request
-report.html      the page, with picture.png beside it; best.json of a search
+table.csv        one row for each run, also as table.json, and as table.parquet on request
+report.html      the page, with picture.png beside it
+best.json        the best hyperparameters, for a search
 proxy-*.trace.json  traces that runs follow
 """
 

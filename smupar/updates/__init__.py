@@ -14,9 +14,15 @@ Effect and gain are averaged over time: each measured step keeps 0.8 of the aver
 (``law.averages_after``). A trace of another depth is read at the same relative depth. For a trace of another length,
 ``trace.same_moment`` says which steps correspond.
 
-meter        ``record_updates`` and ``follow_updates``, for one model; stacked: the same for a stack of models
-trace        the effects of a run; stored: their file, page: their page
-law          how updates are measured and followed, with alternatives; sizes: measures the quantity that a law names, in stacks
+meter        ``record_updates`` and ``follow_updates``, for one model
+stacked      the same for a stack of models
+trace        the effects of a run
+stored       the file of a trace
+page         the page of a trace
+law          how updates are measured and followed
+sizes        measures, in stacks, the quantity that a law names
 probe        keeps inputs of a layer, and measures how an update changes its output
-observer     ``observe``: sizes of layers over a run; observation: the record, entropy: the entropy of attention
+observer     ``observe``: sizes of layers over a run
+observation  the record that ``observe`` makes
+entropy      the entropy of attention
 """

@@ -1,7 +1,7 @@
 """`smupar watch`: a local page for running and finished studies, runs, checks, reproductions and traces.
 
-`sources` finds what folders hold, and makes a document of each source (`output/page`); `runs` reads runs that belong to no
-study; `server` serves the page and its JSON. Watching only reads. So any number of watchers can watch the same folder while a
+`sources` finds what folders hold, and makes a document of each source (`output/page`). `runs` reads runs that belong to no
+study. `server` serves the page and its JSON. Watching only reads. So any number of watchers can watch the same folder while a
 study writes into it, even from other machines. This package does not load torch.
 
 GET /                                       the page

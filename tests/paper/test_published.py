@@ -62,7 +62,7 @@ def test_row_whose_fields_have_changed_is_named_without_a_seal(tmp_path):
     row = published["rows"][3]
     row["lr"] = row["lr"] * 2
     (tmp_path / "fig06.json").write_text(json.dumps(published))
-    with pytest.raises(ValueError, match=rf"fig06\.json is damaged \(the fields of run {row['id']} are those of another\)"):
+    with pytest.raises(ValueError, match=rf"fig06\.json is damaged \(the fields of run {row['id']} belong to another run\)"):
         read_published(tmp_path / "fig06.json")
 
 

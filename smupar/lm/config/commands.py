@@ -129,7 +129,8 @@ class GenerateConfig:
     folder: str
     """Folder of a run, of one of its checkpoints, of an export, or of a model that transformers reads."""
     prompt: tuple[str, ...] = ("\n",)
-    """One prompt, whose text is printed while it is generated; or several, whose texts are generated together."""
+    """One prompt or several. The text of one prompt is printed while it is generated. The texts of several are generated
+    together."""
     tokens: int = 300
     """Number of tokens to generate; a text may end earlier."""
     temperature: float = 0.8
@@ -143,8 +144,8 @@ class GenerateConfig:
     dtype: Literal["fp32", "bf16"] = "fp32"
     """bf16: rounds weights and activations, and needs half the memory."""
     storage: Literal["auto", "dense", "packed"] = "auto"
-    """packed: on a CPU, all layers keep only their non-zeros; auto: only the layers that this makes faster, as measured; dense:
-    none."""
+    """packed: on a CPU, all layers keep only their non-zeros. auto: only the layers that this makes faster, as measured. dense:
+    no layer."""
 
     def __post_init__(self) -> None:
         if isinstance(self.prompt, str):

@@ -108,18 +108,18 @@ class RunConfig:
     base_depth: int | None = None
     """Number of blocks of the model on which lr, init_std and the alphas were tuned. Default: --depth."""
     depth_rule: Literal["completep", "depth-mup", "none"] | None = None
-    """How factors follow the depth. completep: branches are divided by depth / base depth; depth-mup: by the square root of
-    that ratio; none: not at all. Default: completep for SmuPar's rules, none for sp and mup."""
+    """How factors follow the depth. completep divides branches by depth / base depth, depth-mup by the square root of that
+    ratio. none changes nothing. Default: completep for SmuPar's rules, none for sp and mup."""
     sparsity: float | None = None
-    """Share of hidden weights that are zero, in [0, 1); with pattern neuron the share of neurons. Default: 0.9375; with pattern
-    N:M, what the pattern implies."""
+    """Share of hidden weights that are zero, in [0, 1). With pattern neuron it is the share of neurons. Default: 0.9375, or
+    with pattern N:M what the pattern implies."""
     pattern: str = "random"
     """random, bernoulli, fan_in, N:M, N:M-transposable, block-N or neuron."""
     allocation: Literal["uniform", "er", "erk"] = "uniform"
     """How the sparsity is divided among layers."""
     dynamic: Literal["none", "rigl", "set", "gmp", "imp"] = "none"
-    """How masks move. rigl: drops weights and grows others by their gradients; set: grows them at random; gmp: prunes
-    gradually, from dense to the sparsity; imp: prunes in rounds, and rewinds to the first weights after each."""
+    """How masks move. rigl drops weights and grows others by their gradients. set drops weights and grows others at random. gmp
+    prunes gradually, from dense to the sparsity. imp prunes in rounds, and rewinds to the first weights after each round."""
     rounds: int = 4
     """For imp: number of prunings. The run has one more round than prunings. All rounds have the same number of steps, and each
     runs the whole schedule."""
@@ -128,10 +128,10 @@ class RunConfig:
     mask_stop: float = 0.75
     """Share of the run after which masks no longer move."""
     drop_fraction: float = 0.3
-    """Share of the active weights that rigl and set drop in the first move; it falls to 0 along a cosine."""
+    """Share of the active weights that rigl and set drop in the first move. It falls to 0 along a cosine."""
     correction: Literal["moment", "fixed"] = "moment"
-    """For gmp and imp. moment: the learning rate follows the current density; fixed: init and learning rate are those of the
-    final density, as in the paper."""
+    """For gmp and imp. moment: the learning rate follows the current density. fixed: init and learning rate fit the final
+    density from the start, as in the paper."""
     follow: str | None = None
     """File with the trace of a proxy that the learning rates of hidden layers follow (measured updates)."""
     law: str = ""
@@ -164,14 +164,14 @@ class RunConfig:
     weight_decay: float = 0.1
     """Weight decay: at each step weights shrink by the learning rate times this."""
     decay: Literal["independent", "coupled", "held"] = "independent"
-    """independent: LR times decay stays as tuned; coupled: as in the paper's reference code; held: hidden weights do not decay,
-    but are scaled back to their initial size after each step."""
+    """independent: LR times decay stays as tuned. coupled: the same decay everywhere, as in the paper's reference code. held:
+    hidden weights do not decay, but are scaled back to their initial size after each step."""
     decayed: Literal["all", "matrices", "hidden", "vectors"] = "all"
     """Which parameters weight decay shrinks: all, all but norms and biases, only hidden weights, or only norms and biases."""
     clip: float | None = None
     """Gradients with a larger norm are clipped to this norm."""
     schedule: Literal["linear", "linear-to-zero", "constant", "cosine"] = "linear"
-    """linear: falls to a tenth of the peak, as in most of the paper's runs; linear-to-zero: falls to 0; cosine: falls to a
+    """linear falls to a tenth of the peak, as in most of the paper's runs. linear-to-zero falls to 0. cosine falls to a
     tenth."""
     warmup: int | None = None
     """Steps of linear warm-up. Default: a tenth of all steps."""
@@ -328,8 +328,8 @@ class Execution:
     """Capture the whole step as a CUDA graph, which is for small models on one GPU with AdamW or Adam and one micro-batch per
     step."""
     storage: StorageName = "dense"
-    """csr: masked weights keep and multiply only their non-zeros; 2:4, block: the same on an NVIDIA GPU, for the patterns
-    2:4-transposable and block-N; auto: wherever it is measured to be faster. On GPUs this needs --dtype bf16."""
+    """csr: masked weights keep and multiply only their non-zeros. 2:4, block: the same on an NVIDIA GPU, for the patterns
+    2:4-transposable and block-N. auto: for each layer whatever is measured to be fastest. On GPUs this needs --dtype bf16."""
     parallel: Literal["ddp", "fsdp"] = "ddp"
     """Under torchrun. ddp: every rank has the whole model; fsdp: every rank has a shard of it (FSDP2)."""
     micro_batch: int = 0

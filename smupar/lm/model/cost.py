@@ -1,10 +1,10 @@
 """Estimates the cost of a run before it starts: parameters, FLOPs, memory and hours. The model is planned on the meta device,
 so this needs no memory.
 
-Conventions: a multiplication and an addition are two FLOPs; backward is twice forward; attention counts all T keys of a
-query, masked or not, as the paper's figures do. Hours follow from an assumed share of the peak speed. By the usual convention
-this share counts 6 FLOPs per parameter and token, and nothing else. Dense layers multiply zeros as well; "sparse" counts FLOPs
-without zeros.
+Conventions: a multiplication and an addition are two FLOPs. Backward costs twice as much as forward. Attention counts all T
+keys of a query, masked or not, as in the paper's figures. Hours follow from an assumed share of the peak speed. By the usual
+convention this share counts 6 FLOPs per parameter and token, and nothing else. Dense layers multiply zeros as well; "sparse"
+counts FLOPs without zeros.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class LayerCache:
         self.buffers: tuple[Tensor, Tensor] | None = None
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends the keys and values of new tokens. Returns those of all tokens."""
+        """Appends the keys and values of new tokens. Returns the keys and values of all tokens."""
         start, stop = self.model_cache.length, self.model_cache.length + keys.shape[2]
         if self.buffers is None or self.buffers[0].shape[2] < stop:
             old_keys, old_values = self.buffers or (None, None)
@@ -254,8 +254,9 @@ def use_flex_attention(model: GPT, length: int) -> None:
 
 
 def use_attention(model: GPT, kernel: AttentionKernel) -> None:
-    """Chooses how attention is computed. sdpa: as torch does; fused: by a fused kernel that can be batched over models;
-    products: by products and a softmax, which anything can batch, with the scores of all pairs of tokens in memory."""
+    """Chooses how attention is computed. "sdpa" calls torch's function. "fused" calls a fused kernel that can be batched over
+    models. "products" uses products and a softmax. It can always be batched, but holds the scores of all pairs of tokens in
+    memory."""
     for attention in attentions(model):
         attention.kernel = kernel
 

@@ -1,8 +1,9 @@
 """The folder of a run: its configuration, its results, and the checkpoints to continue from.
 
-config.json      the RunConfig; a run with another configuration is refused
+config.json      the RunConfig. A run with another configuration is refused
 data.json        fingerprint of the text, and its tokenizer
-trace.json       effects of updates on hidden layers, if measured; followed.json: the trace that was followed
+trace.json       effects of updates on hidden layers, if measured
+followed.json    the trace that was followed, if any
 tokenizer.json   if the data has one
 metrics.jsonl    one line for every few steps
 checkpoints/     step-00000100, ...

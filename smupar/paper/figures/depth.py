@@ -212,7 +212,7 @@ def claim(rows: Rows) -> Claim:
 
 
 def _against(found: _Curves, rule: str) -> list[Curve]:
-    """The dense base's curve, and those of all deeper models under a depth rule."""
+    """The curves of the dense base and of all deeper models under a depth rule."""
     return [found.proxy, *(curve for (of, _), curves in found.study.items() if of == rule for curve in curves[1:])]
 
 

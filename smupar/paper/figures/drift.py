@@ -1,6 +1,6 @@
 """Beyond the paper: the effect of one update on the layers of a sparse model, relative to the dense model, over a complete run.
 
-At the first steps SmuPar makes this ratio 1. The runs are those of the decay study that record a trace.
+At the first steps SmuPar makes this ratio 1. It uses the runs of the decay study that record a trace.
 """
 
 from __future__ import annotations

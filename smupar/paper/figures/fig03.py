@@ -1,8 +1,9 @@
 """Figure 3: validation loss over sparsity, with the hyperparameters of the dense model.
 
-SP's hyperparameters do not transfer, so SP gets three chances at every density: the paper's learning rate; the best learning
-rate of its own dense model; and that rate with the same product of learning rate and decay as the other rules. One more run
-gives SP a faster embedding. Other runs vary the seed, the kind of decay and the depth. Two runs follow measured updates.
+SP's hyperparameters do not transfer, so SP gets three chances at every density. The first is the paper's learning rate. The
+second is the best learning rate of SP's own dense model. The third is that best rate, with the same product of learning rate
+and decay as the other rules. One more run gives SP a faster embedding. Other runs vary the seed, the kind of decay and the
+depth. Two runs follow measured updates.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 constant?
 
 Runs with held sizes scale each hidden weight back to the size of its init after each step, and do not decay it. Other runs have
-no decay, decay of all parameters, of hidden weights alone, or of norms alone. Settings are those of the decay study. The usual
+no decay, decay of all parameters, of hidden weights alone, or of norms alone. The settings are the decay study's. The usual
 learning rate is 2^-6. Half of it and twice of it are tried as well.
 """
 

@@ -1,5 +1,6 @@
 """The study that all figures of a reproduction share. Its runs are unlike each other, so it has no best run. It shows a card
-for each figure, with the verdict in its claim.json, and leads to its page. Folders of figures are beside that of the study."""
+for each figure, with the verdict in its claim.json, and leads to its page. The folders of figures are beside the study's
+folder."""
 
 from __future__ import annotations
 

@@ -171,8 +171,8 @@ def tune_panels(results: Sequence[Result]) -> list[Panel]:
 
 
 def propose(config: TuneConfig, losses: Mapping[str, float] | None = None) -> list[RunConfig]:
-    """The samples to run: all for random search; for TPE, those up to the first unfinished round. ``losses`` are those of
-    finished runs by id, infinite for diverged ones. The same arguments give the same samples."""
+    """The samples to run: all for random search; for TPE, those up to the first unfinished round. ``losses`` has the losses of
+    finished runs by id, infinite for diverged runs. The same arguments give the same samples."""
     if config.method == "random":
         return [_random_sample(config, index) for index in range(config.num_samples)]
     return _tpe_samples(config, losses or {})

@@ -24,7 +24,7 @@ from smupar.study.store import Result, fields_of
 if TYPE_CHECKING:
     from smupar.lm.run.folder import Summary
 
-# Columns of the table with a run's results. They follow those of its configuration.
+# Columns of the table with a run's results. They follow the columns of its configuration.
 _ENDS = ("loss", "valid_loss", "steps_done", "tokens_per_second", "seconds", "device")
 
 

@@ -204,7 +204,7 @@ class StudyView:
 
 
 class _RememberedStudy(Study):
-    """A study that reads each finished run only once. Its content is that of the last ``refresh``."""
+    """A study that reads each finished run only once. Its content is as of the last ``refresh``."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
