@@ -1,4 +1,4 @@
-"""``parameterize`` and ``attach`` put a plan into a model; no other code does.
+"""``parameterize`` and ``attach`` put a plan into a model.
 
 They add the following to a model. Each addition is found by its name, so ``attach`` can put it back from the plan:
 
