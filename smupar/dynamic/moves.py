@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from smupar.dynamic.policies import MaskGoal, Policy, init_factor
-from smupar.model.compressed import MaskChange
+from smupar.model.sparse_linear import MaskChange
 from smupar.model.weights import Weight
 
 W = TypeVar("W", bound=Weight)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from smupar.model.compressed import MaskChange
 from smupar.model.seam import Step, seam_of
+from smupar.model.sparse_linear import MaskChange
 from smupar.model.weights import ModelWeight, hidden_weights
 from smupar.plan.facts.optimizers import facts_of, name_of
 from smupar.plan.plan import Plan

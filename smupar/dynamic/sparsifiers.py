@@ -19,10 +19,10 @@ from smupar.dynamic.policies import MaskGoal, density_factor
 from smupar.dynamic.refusals import refuse_what_cannot_move, trained_weights
 from smupar.dynamic.restart import Restart
 from smupar.model.attached import let_masks_move, unwrapped
-from smupar.model.compressed import MaskChange
 from smupar.model.parameterize import add_masks, attach
 from smupar.model.seam import Step, optimizers, seam_of
 from smupar.model.sharding import local, num_ranks
+from smupar.model.sparse_linear import MaskChange
 from smupar.model.weights import ModelWeight, weight_of
 from smupar.optim.layer_rates import group_of_weight, layer_rates
 from smupar.plan.facts.layers import has_running_statistics

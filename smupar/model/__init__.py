@@ -7,7 +7,7 @@ queries          finds the layer that makes the queries of an attention module, 
 factors          forward factors: the buffers and hooks that multiply by them
 weights          one interface to a weight, however it is kept: dense or compressed here, stacked in ``execute/stack``
 gradients        masked gradients, and dense ones on request
-compressed       a layer that keeps only its non-zeros
+sparse_linear    a layer that keeps only its non-zeros
 csr              the format of the non-zeros
 relayout         adapts optimizers to weights that change their format
 seam             everything that runs before and after ``optimizer.step()``

@@ -36,7 +36,7 @@ def put_on(model: nn.Module, plan: Plan, masks: Mapping[str, Tensor]) -> None:
     on_every_step("mask", mask_updates, lambda optimizer: facts_of(optimizer).mixes_entries)
     rows = [(row, weight_of(model, row.name)) for row in plan]
     for row, weight in rows:
-        weight.attach(masks.get(row.name))
+        weight.install_mask(masks.get(row.name))
         for path, factor in row.forward:
             set_factor(model.get_submodule(path), factor, weight.parameter)
     for path, factor in plan.branches:
@@ -114,5 +114,5 @@ def _every_name(model: nn.Module, names: Iterable[str]) -> list[str]:
 def _after_load(model: nn.Module, _: Any) -> None:
     """Sets weights off the mask to 0, and gives parameters that ``assign=True`` replaced their hooks again."""
     for weight in (weight_of(model, name) for name in attached(model).masked):
-        weight.attach()
+        weight.install_mask()
         weight.zero_off_mask()

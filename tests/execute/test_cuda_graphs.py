@@ -132,7 +132,7 @@ def test_captured_stack_goes_on_from_its_state_without_another_capture(text):
     stack = GPTStack(BAG, text, GPU, own_batches=True)
     whole = losses_of(stack.step)
     captured = stack.stack._call.output
-    assert stack.stack.is_captured
+    assert stack.is_captured
     stack.refill(BAG)
     for number in range(10):
         stack.step(number)

@@ -35,7 +35,7 @@ from smupar.execute.sparse import backends, compression
 from smupar.execute.sparse.convert import sparsify_storage
 from smupar.execute.sparse.tiles import SlicedEll, multiply, pack
 from smupar.execute.timing import Call, in_turns, training_step
-from smupar.model.compressed import SparseLinear
+from smupar.model.sparse_linear import SparseLinear
 from smupar.output.optional import first_line
 from smupar.plan.masks.patterns import generator, parse_pattern
 

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from smupar.execute.timing import Call, best_of, gpu_seconds_of
-from smupar.model.compressed import SparseLinear
 from smupar.model.parameterize import parameterize
+from smupar.model.sparse_linear import SparseLinear
 from smupar.plan.plan import Plan
 
 

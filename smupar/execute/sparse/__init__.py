@@ -1,4 +1,4 @@
-"""Layers that keep and multiply only their non-zeros: ``SparseLinear`` (``model.compressed``) and its kernels.
+"""Layers that keep and multiply only their non-zeros: ``SparseLinear`` (``model.sparse_linear``) and its kernels.
 
 convert      ``sparsify_storage`` converts a model's masked linear layers between dense and sparse storage
 auto         measures which backend is fastest for a layer

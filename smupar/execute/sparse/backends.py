@@ -14,7 +14,7 @@ from smupar.execute.sparse import cpu, gpu
 from smupar.execute.sparse.block import Blocks
 from smupar.execute.sparse.semi import SemiStructured
 from smupar.execute.sparse.tiles import Tiles
-from smupar.model.compressed import Kernel
+from smupar.model.sparse_linear import Kernel
 
 _GPU_KERNELS: dict[str, gpu.GpuKernel] = {"csr": Tiles(), "2:4": SemiStructured(), "block": Blocks()}
 BACKENDS = tuple(_GPU_KERNELS)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from smupar.execute.sparse.gpu import DTYPE, GpuIndex, GpuKernel
-from smupar.model.compressed import KernelIndex
 from smupar.model.csr import mask_of_index
+from smupar.model.sparse_linear import KernelIndex
 
 _SIZES = (128, 64, 32, 16)
 # Launch settings by block size, the fastest on an H200. Size 16 was not measured.

@@ -8,10 +8,10 @@ from typing import cast
 from torch import Tensor, nn
 
 from smupar.execute.sparse.backends import kernel_of
-from smupar.model.compressed import SparseLinear
 from smupar.model.csr import row_index
 from smupar.model.gradients import PassGradient
 from smupar.model.sharding import is_sharded
+from smupar.model.sparse_linear import SparseLinear
 from smupar.plan.facts.layers import kind_of, reads_weights_of_its_layers
 
 

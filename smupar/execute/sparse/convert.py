@@ -17,10 +17,10 @@ from smupar.execute.sparse import backends, compression
 from smupar.execute.sparse.auto import Timings, Work, timing_of
 from smupar.execute.sparse.backends import AUTO, BACKENDS, DENSE
 from smupar.model.attached import check_not_compiled, check_parameterized, check_plan, unwrapped
-from smupar.model.compressed import SparseLinear
 from smupar.model.csr import expand_state, is_compressed
 from smupar.model.parameterize import attach
 from smupar.model.relayout import watch_optimizers
+from smupar.model.sparse_linear import SparseLinear
 from smupar.model.weights import ModelWeight, weight_of
 from smupar.output.tables import aligned
 from smupar.plan.globs import layer_glob

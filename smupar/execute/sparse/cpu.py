@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from smupar.execute.sparse.library import NoKernel, SparseWarning, library
-from smupar.model.compressed import Kernel, KernelIndex
+from smupar.model.sparse_linear import Kernel, KernelIndex
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from smupar.model.compressed import Kernel, KernelIndex
+from smupar.model.sparse_linear import Kernel, KernelIndex
 
 DTYPE = torch.bfloat16
 VALUE_DTYPES = (torch.float32, torch.bfloat16)  # dtypes of parameters that the CUDA sources read and write

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from smupar.execute.sparse.cpu import CpuIndex, CsrView
 from smupar.execute.sparse.gpu import GpuIndex, GpuKernel, compiled, dense_grad
-from smupar.model.compressed import KernelIndex
 from smupar.model.csr import flat_places
+from smupar.model.sparse_linear import KernelIndex
 
 _BLOCK = 32  # lines that a warp processes at a time
 _RUN = 4  # entries of a line that a thread reads at once

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from smupar.model.compressed import MaskChange
+from smupar.model.sparse_linear import MaskChange
 from smupar.model.weights import ONLY, Weight
 
 

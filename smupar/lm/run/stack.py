@@ -116,6 +116,11 @@ class GPTStack:
         return self.stack.num_steps
 
     @property
+    def is_captured(self) -> bool:
+        """Whether a step only replays a CUDA graph: everything that happens once is over."""
+        return self.stack.is_captured
+
+    @property
     def sparsities(self) -> list[float]:
         return self.companions.sparsities
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from smupar.model.compressed import SparseLinear
+from smupar.model.sparse_linear import SparseLinear
 from smupar.model.weights.compressed import CompressedWeight
 from smupar.model.weights.dense import DenseWeight
 from smupar.model.weights.model_weight import ModelWeight

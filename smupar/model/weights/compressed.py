@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from smupar.model.compressed import MaskChange, SparseLinear
 from smupar.model.gradients import DenseGradient
 from smupar.model.sharding import num_ranks
+from smupar.model.sparse_linear import MaskChange, SparseLinear
 from smupar.model.weights.model_weight import ModelWeight
 from smupar.plan.roles.parameters import parent_path
 from smupar.refusals import refuse
@@ -42,9 +42,9 @@ class CompressedWeight(ModelWeight):
     def mask_buffers(self) -> tuple[str, ...]:
         return tuple(f"{parent_path(self.name)}.{leaf}".lstrip(".") for leaf in self.module.index_names)
 
-    def attach(self, mask: Tensor | None = None) -> None:
+    def install_mask(self, mask: Tensor | None = None) -> None:
         if mask is not None:
-            self.module.set_mask(mask.to(self.parameter.device))
+            self.module.move_nonzeros(mask.to(self.parameter.device))
 
     def zero_off_mask(self) -> None:
         """Does nothing, since only weights on the mask are stored."""
@@ -54,7 +54,7 @@ class CompressedWeight(ModelWeight):
             num_ranks() > 1 and int(new.sum()) != len(self.parameter),
             f"{self.name!r} keeps only its non-zeros, and their number cannot change on several ranks: keep it dense",
         )
-        return self.module.set_mask(new)
+        return self.module.move_nonzeros(new)
 
     @property
     def dense_gradient(self) -> DenseGradient:

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from smupar.model.compressed import MaskChange
 from smupar.model.csr import MASK
 from smupar.model.gradients import DenseGradient, gradient_mask, mask_gradient
 from smupar.model.sharding import is_sharded, like, local, whole, zero_off_mask
+from smupar.model.sparse_linear import MaskChange
 from smupar.model.weights.model_weight import ModelWeight
 from smupar.plan.facts.layers import IMAGES, kind_of
 
@@ -43,7 +43,7 @@ class DenseWeight(ModelWeight):
     def mask_buffers(self) -> tuple[str, ...]:
         return () if self.mask is None else (f"{self.name}{MASK}",)
 
-    def attach(self, mask: Tensor | None = None) -> None:
+    def install_mask(self, mask: Tensor | None = None) -> None:
         present = self.mask
         if mask is None and present is not None and is_sharded(self.parameter) and not is_sharded(present):
             mask = present  # the weight was sharded after its mask was registered

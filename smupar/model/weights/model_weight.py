@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from smupar.model.compressed import MaskChange
 from smupar.model.gradients import DenseGradient, gradient_mask
 from smupar.model.sharding import is_sharded, local, num_ranks, sharded_like, whole
+from smupar.model.sparse_linear import MaskChange
 from smupar.model.weights.weight import ONLY, Weight
 
 
@@ -63,7 +63,7 @@ class ModelWeight(Weight, ABC):
         return local(self.parameter).new_ones(self.shape, dtype=torch.bool) if mask is None else whole(mask)
 
     @abstractmethod
-    def attach(self, mask: Tensor | None = None) -> None:
+    def install_mask(self, mask: Tensor | None = None) -> None:
         """Registers the mask, if one is given, and the hook that masks the gradient."""
 
     @abstractmethod

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from smupar.model.compressed import MaskChange
+from smupar.model.sparse_linear import MaskChange
 
 ONLY = (0,)  # the number of the only model, for a weight that is not stacked
 

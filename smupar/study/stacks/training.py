@@ -55,7 +55,7 @@ def train_stacks(
                 stack.refill(filled[turn], ahead.take(filled[turn]))
             # Building would slow down training on a CPU, and compiling and capturing on a GPU. A large stack trains for so long
             # that the time to build the next one hardly counts, and a second one would need memory.
-            if division.size == 1 and stack.stack.is_captured and turn < len(waiting) - 1:
+            if division.size == 1 and stack.is_captured and turn < len(waiting) - 1:
                 ahead.start(filled[turn + 1])
             train_stack(study, stack, part, division, number, progress)
 

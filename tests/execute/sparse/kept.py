@@ -9,7 +9,7 @@ from torch import nn
 import smupar
 from smupar.execute.sparse.compression import compress
 from smupar.execute.sparse.cpu import Compiled, Torch
-from smupar.model.compressed import SparseLinear
+from smupar.model.sparse_linear import SparseLinear
 from tests.support import loops
 from tests.support.models import VOCAB, Conv1D, TokenNet
 

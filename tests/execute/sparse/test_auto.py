@@ -6,7 +6,7 @@ import torch
 import smupar
 from smupar.execute.sparse import auto, library
 from smupar.execute.sparse.cpu import best_kernel
-from smupar.model.compressed import SparseLinear
+from smupar.model.sparse_linear import SparseLinear
 from tests.execute.sparse.kept import batch, convnet, pair, parameterized
 from tests.support.ranks import on_two_ranks
 

@@ -22,7 +22,7 @@ from smupar.lm.config.run_config import Execution, ModelConfig, RunConfig
 from smupar.lm.run.train import train as lm_train
 from smupar.lm.use.load import load_run
 from smupar.model.attached import mask_of
-from smupar.model.compressed import SparseLinear
+from smupar.model.sparse_linear import SparseLinear
 from smupar.plan.masks.patterns import generator, parse_pattern
 from tests.execute.sparse.kept import HIDDEN, relative
 from tests.support.models import Conv1D, TokenNet
@@ -366,7 +366,7 @@ def test_masks_that_a_backend_cannot_hold_do_not_move_it(backend):
     _, sparse, _ = pair(backend)
     before = sparse.up.weight_mask
     with pytest.raises(ValueError, match=r"cannot hold the moved mask.*backend='csr'"):
-        sparse.up.set_mask(torch.rand(128, 64, device=GPU) < 0.5)
+        sparse.up.move_nonzeros(torch.rand(128, 64, device=GPU) < 0.5)
     assert torch.equal(sparse.up.weight_mask, before)
 
 

@@ -18,7 +18,7 @@ from smupar.lm.run.distributed import World
 from smupar.lm.run.train import train as lm_train
 from smupar.lm.use.load import load_run
 from smupar.model.attached import mask_of
-from smupar.model.compressed import SparseLinear
+from smupar.model.sparse_linear import SparseLinear
 from tests.execute.sparse.kept import HIDDEN, adamw, assert_same_weights, batch, loss_of, net, pair, parameterized, train
 from tests.support.models import VOCAB, Conv1D
 
@@ -296,7 +296,7 @@ def test_gradients_go_along_with_weights_that_move():
     layer.weight.grad = torch.arange(1.0, len(layer.weight) + 1)
     before, old = layer.expand(layer.weight.grad), layer.weight_mask
     new = old.roll(1, 1)
-    layer.set_mask(new)
+    layer.move_nonzeros(new)
     torch.testing.assert_close(layer.expand(layer.weight.grad), before.masked_fill(~(old & new), 0))
 
 

@@ -122,7 +122,7 @@ def test_products_after_a_mask_change_are_those_of_the_dense_layer():
         _, sparse = layer_pair(torch.rand(40, 30) < 0.3)
         sparse(torch.randn(4, 30))
         mask = torch.rand(40, 30) < density
-        sparse.set_mask(mask)
+        sparse.move_nonzeros(mask)
         with torch.no_grad():
             sparse.weight.normal_()
         dense = nn.Linear(30, 40)

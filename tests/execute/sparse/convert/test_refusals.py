@@ -9,7 +9,7 @@ from smupar.execute.sparse import compression, convert
 from smupar.execute.sparse.compression import compress
 from smupar.execute.sparse.cpu import Compiled
 from smupar.model.attached import mask_of
-from smupar.model.compressed import SparseLinear
+from smupar.model.sparse_linear import SparseLinear
 from tests.execute.sparse.kept import (
     adamw,
     assert_same_weights,

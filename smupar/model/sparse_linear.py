@@ -249,7 +249,7 @@ class SparseLinear(nn.Module):
         return matrix.reshape(-1)[places]
 
     @torch.no_grad()
-    def set_mask(self, mask: Tensor) -> MaskChange:
+    def move_nonzeros(self, mask: Tensor) -> MaskChange:
         """Changes the positions of the non-zeros to ``mask``. Weights that stay keep value and gradient; new weights start at
         0."""
         if reason := self.kernel.refusal(mask):
