@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
 from fractions import Fraction
 from typing import Unpack
 
@@ -13,12 +12,12 @@ from torch import nn
 from smupar.plan.depth.branches import branch_factors, own_init, refuse_scaled_twice
 from smupar.plan.depth.correspondence import Correspondence, correspond
 from smupar.plan.initial_values import InitialValues
-from smupar.plan.masks.patterns import parse_pattern, read_masks
+from smupar.plan.masks.patterns import read_masks
 from smupar.plan.masks.sparsity import Sparsity, decide_sparsity
 from smupar.plan.plan import Plan, PlanRow, PlanWarning
 from smupar.plan.remarks import about_set_numbers, about_summed_numbers, about_unscored, notes_on
 from smupar.plan.reminders import make_reminders
-from smupar.plan.roles.evidence import NORMED_OUTPUT, Evidence, without_scores
+from smupar.plan.roles.evidence import Evidence, without_scores
 from smupar.plan.roles.infer import ParamRole, infer_roles
 from smupar.plan.scales.multipliers import Multiplier, chosen, find_multipliers, in_sums
 from smupar.plan.settings import DEFAULTS, CheckedSettings, Settings, refuse_unknown
@@ -45,13 +44,8 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings, *, has_values
     refuse_unknown(settings)
     settings = {**DEFAULTS, **settings}
     checked = CheckedSettings.read(settings)
-    pattern = parse_pattern(settings["pattern"])
     roles, evidence = infer_roles(model, base, delta=settings["delta"], roles=settings["roles"], example=settings["example"])
-    density = settings["density"]
-    masks = settings["masks"] or {}
-    assert isinstance(masks, Mapping)
-    density = pattern.default_density if density is None else density
-    sparsity = decide_sparsity(model, roles, pattern, density, checked.base_spread, masks)
+    sparsity = decide_sparsity(model, roles, checked.pattern, checked.density, checked.base_spread, checked.masks)
     depth = correspond(model, base)
     branches = branch_factors(model, base, depth, checked.depth, settings["branches"], settings["example"])
     initial_values = InitialValues.of(model, base, roles, depth, checked.rule, settings["init_std"], has_values=has_values)
@@ -65,7 +59,7 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings, *, has_values
     return Plan(
         rule=checked.rule.name,
         rows=rows,
-        pattern=pattern.name,
+        pattern=checked.pattern.name,
         seed=checked.seed,
         base_density=checked.base_density,
         alpha_input=checked.alphas["embedding"],
@@ -87,7 +81,7 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings, *, has_values
             model,
             roles,
             checked.rule,
-            1.0 if NORMED_OUTPUT in evidence.notes else output_factor,
+            1.0 if evidence.has_normed_outputs else output_factor,
             checked.forward("embedding", Fraction(1)),
             () if choice == "own" else multipliers,
             unscored,

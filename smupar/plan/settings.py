@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from smupar.plan.forward.run_copy import Example
 from smupar.plan.initial_values import InitStdSetting
 from smupar.plan.masks.allocations import Allocation, as_density, uniform
+from smupar.plan.masks.patterns import Pattern, parse_pattern
 from smupar.plan.masks.sparsity import DensitySetting
 from smupar.plan.roles.neighbours import RoleSetting
 from smupar.refusals import finite, refuse, whole
@@ -81,6 +82,9 @@ class CheckedSettings:
     alphas: Mapping[str, float]  # role -> tuned factor on the outputs of layers in this role
     seed: int
     kappa: float  # see ``rules.two_terms``; 0 for other rules
+    pattern: Pattern
+    density: DensitySetting
+    masks: Mapping[str, Tensor]  # the user's own masks
 
     @classmethod
     def read(cls, settings: Settings) -> CheckedSettings:
@@ -91,6 +95,9 @@ class CheckedSettings:
             "embedding": finite(settings["alpha_input"], "alpha_input"),
             "unembedding": finite(settings["alpha_output"], "alpha_output"),
         }
+        kappa, pattern = _kappa(rule, settings["kappa"]), parse_pattern(settings["pattern"])
+        density, masks = settings["density"], settings["masks"] or {}
+        assert isinstance(masks, Mapping), "masks must be read from their file first"
         return cls(
             rule=rule,
             depth=get_depth_rule(settings["depth"] or rule.depth),
@@ -98,7 +105,10 @@ class CheckedSettings:
             base_density=as_density(spread.density, "base_density"),
             alphas=alphas,
             seed=whole(settings["seed"], "seed"),
-            kappa=_kappa(rule, settings["kappa"]),
+            kappa=kappa,
+            pattern=pattern,
+            density=pattern.default_density if density is None else density,
+            masks=masks,
         )
 
     def forward(self, use: str, m_d: Fraction) -> float:

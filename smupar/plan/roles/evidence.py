@@ -44,6 +44,7 @@ class Evidence:
     is_given: bool = True  # whether the user passed an example
     in_sums: frozenset[tuple[str, float]] = frozenset()  # (module path, a number that multiplies only sums over the width)
     unscaled: frozenset[int] = frozenset()  # dot products that need no scale at any width
+    has_normed_outputs: bool = False  # the model divides all its outputs by their norm, at both widths
 
 
 def evidence_of(
@@ -73,12 +74,19 @@ def evidence_of(
     if wider is None:
         return Evidence(seen, [*notes, *([] if note is None else [note])], usage=usage)
     pairs = [EventPair(*events) for events in zip(usage.events, wider.events, strict=True)]
-    if wider.outputs == usage.outputs and usage.outputs and all(output.is_normed for output in usage.outputs):
-        notes.append(NORMED_OUTPUT)
+    is_normed = wider.outputs == usage.outputs and bool(usage.outputs) and all(output.is_normed for output in usage.outputs)
     dots = dot_products(usage, pairs)
     about = partly_scaling(seen, usage, pairs, names)
-    notes += [*about_dots(usage, dots), *about_sums(pairs), *about_distances(pairs)]
-    return Evidence(seen, notes, about, usage, in_sums=numbers_in_sums(usage, dots), unscaled=unscaled_products(usage, pairs))
+    notes += [*([_NORMED_OUTPUT] if is_normed else ()), *about_dots(usage, dots), *about_sums(pairs), *about_distances(pairs)]
+    return Evidence(
+        seen,
+        notes,
+        about,
+        usage,
+        in_sums=numbers_in_sums(usage, dots),
+        unscaled=unscaled_products(usage, pairs),
+        has_normed_outputs=is_normed,
+    )
 
 
 # How each parameter is used
@@ -226,7 +234,7 @@ def without_scores(model: nn.Module, evidence: Evidence, paths: Mapping[str, str
     return tuple(unscored)
 
 
-NORMED_OUTPUT = Note(
+_NORMED_OUTPUT = Note(
     "normed output",
     "the model divides its outputs by their norm, so they need no factor",
     is_caution=False,
