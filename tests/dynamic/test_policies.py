@@ -58,7 +58,7 @@ def test_largest_takes_exactly_so_many_candidates_and_none_better_is_left(choice
             assert not len(first) or last < first.min()
 
 
-def test_rigl_drops_the_smallest_and_grows_where_the_gradient_is_largest_among_all_not_kept():
+def test_rigl_drops_the_smallest_and_may_grow_them_again():
     weight = flat(0.0, 0.5, 0.0, -0.1, 0.0, 0.3, -0.9, 0.0)
     gradient = flat(0.2, 9.0, 0.7, 0.1, 0.3, 0.6, 9.0, 0.4)
     rule = DropAndGrow(MoveSchedule(1, 10), "gradient", drop_fraction=0.5, decay="constant")

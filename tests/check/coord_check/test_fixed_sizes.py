@@ -275,7 +275,7 @@ def test_blocks_of_images_are_judged_by_what_they_make():
 
 
 @pytest.mark.parametrize(("roles", "expected"), [({"*.gate.weight": "hidden"}, 0.5), ({}, 0)])
-def test_changes_of_a_routers_logits_grow_with_width_if_it_is_hidden_and_not_if_it_is_a_router(roles, expected):
+def test_changes_of_a_routers_logits_grow_with_width_only_in_role_hidden(roles, expected):
     """The gradient that a hidden router of 4 outputs passes on outgrows all others like sqrt(n). The features below follow it,
     and with them the logits. A router's initial logits also shrink, which shows in the first steps."""
     report = check(

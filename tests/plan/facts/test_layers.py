@@ -218,7 +218,7 @@ def test_sizes_of_a_registered_layer_are_those_of_the_same_linear():
     assert sizes[0] == pytest.approx(sizes[1], rel=1e-3)
 
 
-def test_without_a_product_layers_have_roles_and_masks_and_are_measured_by_the_check_alone():
+def test_layers_without_a_product_are_measured_by_the_check_alone():
     smupar.register_layer(MyLinear, in_dim=0, out_dim=1)
     model = Net(64, MyLinear)
     plan = smupar.parameterize(model, base=Net(16, MyLinear), density=1 / 4)

@@ -88,7 +88,7 @@ def test_sentence_says_how_far_optima_moved_and_what_it_costs():
     assert "edge" not in text
 
 
-def test_value_that_is_best_costs_nothing_wherever_between_the_swept_ones_the_optimum_lies():
+def test_best_swept_value_costs_nothing():
     off = curve(-7.4)
     assert off.best_value == 2**-7
     assert off.excess(off.best_value) == 0
@@ -279,7 +279,7 @@ def test_finding_says_what_to_do_next():
     assert said(sp=-7) == ""
 
 
-def test_card_has_the_most_that_the_best_run_of_the_proxy_costs_on_targets_that_have_run_it():
+def test_card_has_the_largest_cost_of_the_proxys_best_value():
     values = (0.001, 0.002, 0.004)
     config = TransferConfig(run=TINY, rules=("sp",), widths=(64,), sparsities=(0.0, 0.75), values=values).normalised
     proxy = Curve("sp", 32, 0.0, values, (2.5, 2.0, 3.0), is_proxy=True)

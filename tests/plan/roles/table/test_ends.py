@@ -278,7 +278,7 @@ class Gated(nn.Module):
             self.last.weight = self.table.weight
 
 
-def test_single_output_is_suggested_to_weight_others_only_if_another_layer_makes_the_logits():
+def test_single_output_is_suggested_as_router_only_beside_tied_logits():
     assert suggested(refusal(Gated(64, tied=True), base=Gated(16, tied=True))) == {"gate.weight": "router"}
     error = refusal(Gated(64, tied=False), base=Gated(16, tied=False))  # a value beside a policy looks the same
     assert suggested(error) == {"gate.weight": ..., "last.weight": "unembedding"}
