@@ -28,6 +28,10 @@ InitStdSetting = float | str | Mapping[str, float | str]
 _EXPONENTS = (0.5, 1.0, -0.5, -1.0)
 _SEQUENCE = 4  # as many values or more that all rise, or all fall, count as a sequence
 _SIGMAS = 4.0  # sizes count as equal if they differ by less than this many standard errors
+# A model has hundreds of biases, and one that is mistaken gets another size than the others. At 6 standard errors that happens
+# to fewer than one draw in ten million, whatever the number of values.
+_SIGMAS_OF_TORCH = 6.0
+_ROUNDING = 2.0**-8  # how far a rounded value may exceed its bound, in bf16
 
 
 @dataclass(frozen=True)
@@ -200,8 +204,8 @@ def _torch_bound(model: nn.Module, name: str) -> float:
 def _is_uniform(value: Tensor, bound: float) -> bool:
     """Whether these values may come from U(-bound, bound): none is larger, and their rms is bound / sqrt(3)."""
     rms = float(value.square().mean().sqrt())
-    error = _SIGMAS * 0.45 / math.sqrt(value.numel())  # the relative standard error of this rms is 1 / sqrt(5 n)
-    return float(value.abs().max()) <= bound * (1 + 1e-3) and abs(rms * math.sqrt(3) / bound - 1) < error
+    error = _SIGMAS_OF_TORCH / math.sqrt(5 * value.numel())  # the relative standard error of this rms is 1 / sqrt(5 n)
+    return float(value.abs().max()) <= bound * (1 + _ROUNDING) and abs(rms * math.sqrt(3) / bound - 1) < error
 
 
 # Everything else

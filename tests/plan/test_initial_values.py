@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import smupar
+from smupar.plan.initial_values import _is_uniform
 from smupar.plan.plan import Plan
 from tests.support.models import on_meta
 
@@ -59,6 +60,15 @@ def weight_normed(width):
     return nn.Sequential(
         nn.Conv1d(8, width, 1), parametrizations.weight_norm(nn.Conv1d(width, width, 4), dim=2), nn.Conv1d(width, 3, 1)
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_draw_of_torchs_biases_counts_as_torchs(dtype):
+    layer = nn.Linear(16, 32, dtype=dtype)
+    for seed in range(8_000):
+        torch.manual_seed(seed)
+        layer.bias.data.uniform_(-1 / 4, 1 / 4)  # as nn.Linear does
+        assert _is_uniform(layer.bias.detach().double(), 1 / 4), f"seed {seed}"
 
 
 def test_lengths_of_weight_norm_stay():
