@@ -55,13 +55,15 @@ class InitialValues:
         has_values: bool,
     ) -> InitialValues:
         stds = _base_stds(roles, rule, init_std)
+        about_sp = list(_about_sp(roles, rule, init_std))
         if not has_values:
-            return cls(stds, {}, [])
+            return cls(stds, {}, about_sp)
         named = [glob for glob in init_std if glob != "*"] if isinstance(init_std, Mapping) else []
         zero = all_zero(model, {role.name: role for role in roles if role.name in stds})
         zero = {name for name in zero if not any(fnmatchcase(name, glob) for glob in named)}
         # SP is what models do by default, so it leaves their own values alone.
         factors, notes = ({}, []) if rule is SP else kept_factors(model, base, roles, depth.names)
+        notes = [*about_sp, *notes]
         if zero:
             shown = ", ".join(map(repr, sorted(zero)[:4])) + (f" and {len(zero) - 4} more" if len(zero) > 4 else "")
             text = f"{shown}: the model sets these weights to zero, and they stay zero; name them in init_std to draw them"
@@ -82,6 +84,16 @@ def _base_stds(roles: list[ParamRole], rule: Rule, init_std: InitStdSetting) -> 
     # Tables that are added to a tied table, such as positions, get the std of the tied table.
     tied = [role.base_fan_in for role in roles if role.role == "embedding" and len({use for _, use in role.uses}) > 1]
     return {name: _base_std(role, named[name], max(tied, default=1)) for name, role in matrices.items()}
+
+
+def _about_sp(roles: list[ParamRole], rule: Rule, init_std: InitStdSetting) -> Iterator[Note]:
+    """A note if SP gives hidden weights of another width than the base's the base's fan-in std, which other SPs do not."""
+    if rule is SP and init_std == "fan_in" and any(role.role == "hidden" and role.width_in != 1 for role in roles):
+        text = (
+            "SP has no factors, so init_std='fan_in' gives hidden weights 1 / sqrt(base fan-in) at this width too; torch's own "
+            "init follows the model's fan-in: for an SP that fits this width, pass init_std as a number"
+        )
+        yield Note("init", text, is_caution=False)
 
 
 def _base_std(role: ParamRole, setting: float | str, tied_fan_in: int) -> float:

@@ -55,6 +55,14 @@ def test_biases_under_sp_and_of_another_init_stay():
         assert not any(note.kind == "kept" for note in plan.notes)
 
 
+def test_sp_with_the_fan_in_of_another_width_is_noted():
+    def kinds(width, **settings):
+        return {note.kind for note in smupar.make_plan(Layers(width), base=Layers(64), delta=Layers(128), **settings).notes}
+
+    assert "init" in kinds(256, rule="sp")
+    assert not any("init" in found for found in (kinds(256), kinds(64, rule="sp"), kinds(256, rule="sp", init_std=0.02)))
+
+
 def weight_normed(width):
     """As HuBERT's positions: one length for each step of the kernel, over all channels, so it grows with the width."""
     return nn.Sequential(

@@ -231,7 +231,7 @@ def test_warning_points_at_the_caller(call):
 
 
 def test_sp_notes_that_it_has_no_alphas():
-    plan = plan_mlp(64, 16, rule="sp", alpha_input=ALPHA_INPUT)
+    plan = plan_mlp(64, 16, rule="sp", alpha_input=ALPHA_INPUT, init_std=0.08)
     assert [str(note) for note in plan.notes] == ["SP does not use alpha_input and alpha_output"]
     assert plan["embed.weight"].forward == (("embed", 1.0),)
     assert plan.output_factor == 1.0
