@@ -38,7 +38,7 @@ def run_study(
     with cpu_threads(how.threads), opened as study:
         forget_signs(study)
         progress = StudyProgress()
-        with beating(study, progress), refreshed(study, definition):
+        with refreshed(study, definition), beating(study, progress):
             configs = [run for propose in definition.stages for run in run_until_complete(study, propose, how, progress)]
         remove_leftovers(study)
         yield study, configs
@@ -70,7 +70,7 @@ def run_until_complete(
                 execute(study, configs, engine=how.engine, device=how.device, address=how.address, progress=progress)
         except (KeyboardInterrupt, SystemExit):
             say(
-                f"\n{len(configs) - len(study.missing(configs))} of {len(configs)} runs are done and kept. Start the same "
+                f"{len(configs) - len(study.missing(configs))} of {len(configs)} runs are done and kept. Start the same "
                 "command again: runs that were interrupted continue from their last save"
             )
             raise

@@ -91,10 +91,20 @@ def mixed_decay(results: Sequence[Result]) -> str:
 
 @contextlib.contextmanager
 def refreshed(study: Study, definition: StudyDefinition) -> Iterator[None]:
-    """Keeps the page of a study up to date during a block."""
+    """Keeps the page of a study up to date during a block. If the block is interrupted, the page says so: the sign of life must
+    have ended by then."""
     view = StudyView(study.folder, definition)
-    with repeated(lambda: write_page(study.folder / "report.html", view.document()), every=_REFRESH_SECONDS):
-        yield
+
+    def write() -> None:
+        write_page(study.folder / "report.html", view.document())
+
+    try:
+        with repeated(write, every=_REFRESH_SECONDS):
+            yield
+    except BaseException:
+        with contextlib.suppress(Exception):  # it must not hide what interrupted the study
+            write()
+        raise
 
 
 class StudyView:

@@ -15,6 +15,7 @@ from smupar.lm.config.run_config import RunConfig
 from smupar.output.page import read_page
 from smupar.study.config import EngineConfig
 from smupar.study.kinds.sweep import define_sweep
+from smupar.study.kinds.transfer import define_transfer
 from smupar.study.live import beating, read_planned, read_signs, repeated, write_planned
 from smupar.study.page.view import StudyView
 from smupar.study.progress import StudyProgress
@@ -27,6 +28,19 @@ from tests.watch.studies import CONFIG, RUN, end_run, make_study
 def rows_of(document):
     table = document["table"]
     return [dict(zip(table["columns"], row, strict=True)) for row in table["rows"]]
+
+
+def test_target_that_is_the_proxy_itself_decides_nothing(tmp_path):
+    make_study(tmp_path)
+    config = replace(
+        CONFIG, widths=(32,), sparsities=(0.0, 0.75)
+    ).normalised  # runs of the proxy, and none of width 32 and sparse
+    (tmp_path / "study.json").write_text(
+        json.dumps(json.loads((tmp_path / "study.json").read_text()) | {"definition": define_transfer(config).stored})
+    )
+    document = StudyView(tmp_path).document()
+    assert document["headline"] == "Not known yet: no target has its best learning rate."
+    assert document["answers"] == []
 
 
 def test_finished_transfer_study_says_how_far_optima_moved(tmp_path):
@@ -210,6 +224,31 @@ def test_study_is_alive_from_its_first_check_to_its_last_run(tmp_path):
         pass
     assert seen == [["checking runs and text"]] * len(seen)
     assert len(seen) == 2  # before the runs, and after them
+
+
+def test_interrupted_study_leaves_a_page_that_is_not_live(tmp_path):
+    folder, sweep = tmp_path / "study", define_sweep(RUN, {"lr": [0.01, 0.02]})
+    signs = []
+
+    def propose(study):
+        """Is interrupted once the process has shown a sign of life. The page asks for the runs again."""
+        deadline = time.monotonic() + 20
+        while not signs and time.monotonic() < deadline:
+            if read_signs(folder).is_running:
+                signs.append(1)
+                end_run(folder / "runs" / run.id, run)  # otherwise nothing has begun, and the folder is removed
+                raise KeyboardInterrupt
+        return sweep.stages[0](study)
+
+    run = sweep.stages[0](None)[0]
+    definition = replace(sweep, stages=[propose])
+    with (
+        pytest.raises(KeyboardInterrupt),
+        run_study(folder, definition, "", EngineConfig(engine="serial", device="cpu")),
+    ):
+        pass
+    document = read_page(folder / "report.html")
+    assert (document["is_live"], document["progress"]["done"]) == (False, 1)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", '{"host": "a"}', "null"])
