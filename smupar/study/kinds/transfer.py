@@ -228,12 +228,15 @@ def _read_so_far(config: TransferConfig, study: Study) -> Findings:
     ids = _Ids(config, results, trace)
     verdicts, drawn, open_setups = list[Verdict](), list[Panel](), list[Setup]()
     for rule in config.rules:
-        curves = {setup: ids.curve(setup) for setup in setups_of(config) if setup.rule == rule}
-        settled = [curve for setup, curve in curves.items() if curve is not None and ids.is_settled(setup, curve)]
-        open_setups += [setup for setup, curve in curves.items() if curve not in settled]
-        panel = _panel(config, rule, [curve for curve in curves.values() if curve is not None], ids)
-        if len(settled) > 1 and settled[0].is_proxy and not settled[0].diverged:
-            verdicts.append(Verdict(rule, settled[0], tuple(settled[1:])))
+        setups = [setup for setup in setups_of(config) if setup.rule == rule]
+        curves = {setup: curve for setup in setups if (curve := ids.curve(setup)) is not None}
+        settled = {setup: curve for setup, curve in curves.items() if ids.is_settled(setup, curve)}
+        open_setups += [setup for setup in setups if setup not in settled]
+        panel = _panel(config, rule, list(curves.values()), ids)
+        proxy = settled.get(setups[0])
+        # A dense target of base width is the proxy itself, which cannot show that anything transfers.
+        if proxy and not proxy.diverged and any(ids.runs(setup) != ids.runs(setups[0]) for setup in settled):
+            verdicts.append(Verdict(rule, proxy, tuple(curve for curve in settled.values() if not curve.is_proxy)))
             panel = _with_move(panel, verdicts[-1])
         drawn.append(panel)
     name = _NAMES[config.axis]
