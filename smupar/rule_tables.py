@@ -133,6 +133,27 @@ def _as_page(rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(header) + " |", "|" + "---|" * len(header), *lines]
 
 
+_INIT_OF_SP = (
+    "## Which init SP has",
+    "",
+    r"SP has no factors: $\sigma$ and $\eta$ are the same at every width and density. Which $\sigma$ that is depends on",
+    "where you meet SP:",
+    "",
+    "| where | SP's init std |",
+    "|---|---|",
+    '| `parameterize(..., rule="sp", init_std=0.02)` | this number, at every width |',
+    '| `parameterize(..., rule="sp")`, so with `init_std="fan_in"` | 1 / sqrt(base fan-in) of each tensor, at every width. '
+    "Torch's own init follows the model's fan-in instead, so the plan of a wider model has a note |",
+    "| `smupar plan`, `train`, `sweep` and `check` | `--init-std` (0.087 unless a preset has its own), at every width |",
+    "| `smupar transfer`, and figures of the paper that do not print another | `--init-std` divided by the root of the "
+    "width over the base width, so that it fits each width |",
+    "",
+    "Transfer studies follow the paper, whose Table 4 gives SP 0.087 / sqrt(16) at width 4096 and base width 256. Dense SP",
+    "then starts as muP's hidden weights do, as a model would that was initialised by its fan-in. So a best learning rate",
+    "that moves under SP was not moved by an init that is too large for the width.",
+)
+
+
 def markdown() -> str:
     """The page docs/rules.md, generated so that it cannot drift from the code."""
     defaults = ", ".join(f"{rule.title}: {DEPTH_RULES[rule.depth].title}" for rule in (SP, MUP, SMUPAR))
@@ -160,23 +181,7 @@ def markdown() -> str:
         "",
         *_as_page(table()),
         "",
-        "## Which init SP has",
-        "",
-        r"SP has no factors: $\sigma$ and $\eta$ are the same at every width and density. Which $\sigma$ that is depends on",
-        "where you meet SP:",
-        "",
-        "| where | SP's init std |",
-        "|---|---|",
-        '| `parameterize(..., rule="sp", init_std=0.02)` | this number, at every width |',
-        '| `parameterize(..., rule="sp")`, so with `init_std="fan_in"` | 1 / sqrt(base fan-in) of each tensor, at every width. '
-        "Torch's own init follows the model's fan-in instead, so the plan of a wider model has a note |",
-        "| `smupar plan`, `train`, `sweep` and `check` | `--init-std` (0.087 unless a preset has its own), at every width |",
-        "| `smupar transfer`, and figures of the paper that do not print another | `--init-std` divided by the root of the "
-        "width over the base width, so that it fits each width |",
-        "",
-        "Transfer studies follow the paper, whose Table 4 gives SP 0.087 / sqrt(16) at width 4096 and base width 256. Dense SP",
-        "then starts as muP's hidden weights do, as a model would that was initialised by its fan-in. So a best learning rate",
-        "that moves under SP was not moved by an init that is too large for the width.",
+        *_INIT_OF_SP,
         "",
         "## Two terms",
         "",
