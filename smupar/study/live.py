@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 LIVE, PLANNED = "live", "planned.json"
 _BEAT_SECONDS, _LOOK_SECONDS = 2.0, 0.25  # between signs of life; between looks whether the process does something else
-_SHARE = 0.005  # of the time
+_SHARE = 0.005  # largest share of the time that writing may take
 _GONE_SECONDS = 30.0  # without a sign of life
 _STALLED_SECONDS = 300.0  # without a step; the first step may have to be compiled
 
@@ -51,8 +51,8 @@ class ShownProgress(Protocol):
 
 @contextlib.contextmanager
 def repeated(function: Callable[[], None], *, every: float, at_once: bool = False) -> Iterator[None]:
-    """Calls a function in a thread during a block, every ``every`` seconds, or less often if it is slow; with ``at_once`` also
-    when the block begins. Its errors are ignored: it only informs readers."""
+    """Calls a function in a thread during a block, every ``every`` seconds, or less often if it is slow. With ``at_once`` it is
+    also called when the block begins. Its errors are ignored, since it only informs readers."""
     ended = threading.Event()
 
     def repeat() -> None:
@@ -61,7 +61,7 @@ def repeated(function: Callable[[], None], *, every: float, at_once: bool = Fals
             start = time.thread_time(), time.perf_counter()
             with contextlib.suppress(Exception):
                 function()
-            # Processor time counts, since computing delays training and waiting for a disk does not.
+            # Processor time is measured, since computing delays training, and waiting for a disk does not.
             wait = max(every, (time.thread_time() - start[0]) / _SHARE, 5 * (time.perf_counter() - start[1]))
 
     thread = threading.Thread(target=repeat, name="smupar-live", daemon=True)

@@ -24,8 +24,9 @@ PACKED = "packed"
 STORAGES = (AUTO, DENSE, PACKED)
 _FUNCTIONS = {torch.float32: "smupar_packed_f32", torch.bfloat16: "smupar_packed_bf16"}
 _MAX_INPUTS = 2**16  # columns have 16 bits
-_SLACK = 16  # entries after the last, since the kernel reads this many at a time
-_MOST_KEPT = 0.75  # with a larger share of non-zeros, a packed layer is not worth measuring: it has about as many bytes
+_SLACK = 16  # unused entries at the end, since the kernel reads this many at a time
+# With a larger share of non-zeros, a packed layer has about as many bytes as a dense one, and is not measured.
+_MOST_KEPT = 0.75
 _ROUNDS = 5
 
 

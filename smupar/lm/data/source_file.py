@@ -1,4 +1,4 @@
-"""Reads a file once, hashes it while reading, and notices if the file changes, meanwhile or later."""
+"""Reads a file once, hashes it while reading, and notices if the file changes during the reading or later."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from smupar.refusals import refuse
 
-# Bytes read and characters handed on at a time. Tokenizers run one thread per piece.
+# Number of bytes that are read, and of characters that are handed on, at a time. Tokenizers run one thread per piece.
 PIECE = 1 << 18
 
 
@@ -80,8 +80,8 @@ def open_source(path: Path, size: int | None) -> Iterator[tuple[io.BufferedReade
 
 
 def _state(path: Path) -> tuple[int, ...]:
-    """A value that every write to the file changes, since programs cannot set the time of the last change (ctime). Other
-    actions, such as new permissions, change it too."""
+    """A value that changes with every write to the file. It contains the time of the last change (ctime), which programs cannot
+    set. Other actions, such as new permissions, change it too."""
     stat = path.stat()
     return stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 

@@ -17,7 +17,7 @@ _LOSS_OF_PAGE = "loss (nats per token)"  # a page explains elsewhere that this i
 @dataclass(frozen=True)
 class Point:
     x: float
-    y: float  # infinite if the run diverged; values above the plotted range are triangles at its top
+    y: float  # infinite if the run diverged; values above the plotted range are drawn at its top
     text: str = ""
     runs: tuple[str, ...] = ()  # ids of its runs; a page links to them
     seeds: tuple[float, ...] = ()  # each seed's value, drawn as a small dot, if y is a mean over seeds
