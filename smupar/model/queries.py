@@ -118,6 +118,17 @@ def acts(model: nn.Module, attention: FoundAttention, runs: Sequence[Run]) -> bo
     return after is None or after.logits is None or not torch.equal(before.logits, after.logits)
 
 
+def is_reached(model: nn.Module, attention: FoundAttention, runs: Sequence[Run]) -> bool:
+    """Whether some forward pass runs the attention module."""
+    calls: list[nn.Module] = []
+    handle = attention.module.register_forward_pre_hook(lambda module, _: calls.append(module))
+    for run in runs:
+        with quiet(model), torch.no_grad(), suppress(Exception):
+            run()
+    handle.remove()
+    return bool(calls)
+
+
 @contextmanager
 def field_set(model: nn.Module, attention: FoundAttention, value: float) -> Iterator[None]:
     """Sets the attention's field for a while."""

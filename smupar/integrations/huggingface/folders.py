@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, GenerationConfig, PreTrainedModel
 
-from smupar.integrations.huggingface.folding import folded, has_two_factors, outputs, same
+from smupar.integrations.huggingface.folding import folded, has_outputs, has_two_factors, outputs, same
 from smupar.integrations.huggingface.inputs import forward_passes
 from smupar.model.attached import let_masks_move
 from smupar.model.attention_scale import set_scales
@@ -26,6 +26,7 @@ from smupar.output.checksums import SUMS, UncheckedWarning, check_sums, write_su
 from smupar.output.files import refuse_existing, whole_folder, write_atomic
 from smupar.output.json_files import read_text
 from smupar.output.optional import first_line
+from smupar.plan.forward.run_copy import Example
 from smupar.plan.plan import PLAN_FILE, Plan, PlanWarning
 from smupar.plan.scales.find_attention import AttentionChange, find_attentions
 from smupar.refusals import refuse
@@ -133,19 +134,22 @@ def _put_masks(model: nn.Module, plan: Plan, masks: dict[str, Tensor]) -> None:
         let_masks_move(model)
 
 
-def export(folder: str | PathLike[str], out: str | PathLike[str], *, dtype: str = "fp32") -> str:
+def export(
+    folder: str | PathLike[str], out: str | PathLike[str], *, dtype: str = "fp32", example: Example | None = None
+) -> str:
     """Writes a folder that a plain ``from_pretrained`` reads, with the same logits. Returns a line about its content.
 
-    Before the folder gets its final name, the model is loaded and compared with the original on small inputs."""
+    Before the folder gets its final name, the model is loaded and compared with the original on small inputs, and on
+    ``example``, a batch for the model. A warning says so if the whole model could not be compared."""
     source, target = Path(folder), Path(out)
     refuse(dtype not in _DTYPES, f"dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}")
     refuse_existing(target)
     model, plan = load(source)
-    plain = folded(model.float(), plan)  # fold in fp32, and round once at the end
+    plain = folded(model.float(), plan, example)  # fold in fp32, and round once at the end
     nn.Module.to(plain, _DTYPES[dtype])
     with whole_folder(target) as unfinished:
         plain.save_pretrained(unfinished)
-        _check_export(model, unfinished, dtype)
+        _check_export(model, unfinished, dtype, example)
         for file in (file for pattern in _BESIDE for file in source.glob(pattern)):
             shutil.copy(file, unfinished)
         _write_sums(unfinished)
@@ -156,21 +160,22 @@ def export(folder: str | PathLike[str], out: str | PathLike[str], *, dtype: str 
     )
 
 
-def _check_export(model: PreTrainedModel, folder: Path, dtype: str) -> None:
+def _check_export(model: PreTrainedModel, folder: Path, dtype: str, example: Example | None) -> None:
     """Loads the exported folder with a plain ``from_pretrained``, and raises if its outputs differ from those of ``model``."""
-    wanted = list(outputs(model))
+    wanted = list(outputs(model, example))
     plain = type(model).from_pretrained(folder).float()
-    if not wanted:
-        warnings.warn(
-            f"no inputs for a {type(model).__name__} are known, so the exported model was not compared with the original: "
-            "compare their outputs yourself",
-            PlanWarning,
-            stacklevel=4,
-        )
-    elif not same(wanted, list(outputs(plain)), _TOLERANCES[dtype]):
+    if not same(wanted, list(outputs(plain, example)), _TOLERANCES[dtype]):
         raise ValueError(
             f"the exported {type(model).__name__} has other outputs than the original, so it was not kept: share the folder "
             "that save_pretrained writes"
+        )
+    if not has_outputs(model, example):
+        parts = "only the models inside it were" if wanted else "it was not"
+        warnings.warn(
+            f"no inputs for a {type(model).__name__} are known, so {parts} compared with the original: pass example=, a batch "
+            "for the model, or compare their outputs yourself",
+            PlanWarning,
+            stacklevel=4,
         )
 
 

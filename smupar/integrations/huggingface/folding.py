@@ -8,7 +8,7 @@ to fold are tried on small inputs, to find one that leaves the outputs unchanged
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from operator import attrgetter, itemgetter
@@ -20,8 +20,9 @@ from torch.func import functional_call
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from smupar.integrations.huggingface.inputs import forward_passes
-from smupar.model.queries import acts, find_queries, quiet
+from smupar.model.queries import Run, acts, find_queries, is_reached, quiet
 from smupar.plan.facts.layers import kind_of
+from smupar.plan.forward.run_copy import Example
 from smupar.plan.plan import Plan
 from smupar.plan.scales.find_attention import FoundAttention, find_attentions
 from smupar.plan.scales.multipliers import Multiplier, set_multiplier
@@ -31,8 +32,8 @@ _EXPONENTS = (1.0, -1.0, 0.5, -0.5)  # a number may act as a factor, a divisor, 
 
 
 @torch.no_grad()
-def folded(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
-    """A plain model with the same outputs."""
+def folded(model: PreTrainedModel, plan: Plan, batch: Example | None = None) -> PreTrainedModel:
+    """A plain model with the same outputs. The ways to fold are tried on ``batch``, too."""
     numbers = [number for number in plan.multipliers if number.is_set and "." not in number.name]
     config = _with_scales(model, plan)
     if has_two_factors(plan) or numbers:
@@ -55,11 +56,11 @@ def folded(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
         set_multiplier(plain, number.path, number.name, number.base_value)
     for path, factor in plan.branches:
         _scale_rows(plain.get_submodule(path), (), factor)
-    _fold_attention(plain, plan)
+    _fold_attention(plain, plan, batch)
     for number in numbers:
-        _fold_number(plain, number)
+        _fold_number(plain, number, batch)
     if getattr(config, "tie_word_embeddings", None) != getattr(model.config, "tie_word_embeddings", None):
-        _fold_untied(model, plain)
+        _fold_untied(model, plain, batch)
     if model.can_generate():
         plain.generation_config = deepcopy(model.generation_config)
     return plain
@@ -78,14 +79,16 @@ def _with_scales(model: PreTrainedModel, plan: Plan) -> PreTrainedConfig:
     keeps 1 / scale^2, Granite the scale itself."""
     wanted = {(change.path, change.field): change.value for change in plan.attention if change.field}
     best = deepcopy(model.config)
-    scales = _scales(model, best)
+    usual = _built(model, best)
+    scales, sizes = _scales(usual), _sizes(usual)
     for path, name, value in _numbers(best):
         likely = [key for key in wanted if key in scales and _may_decide(value, scales[key])]
         for new in {value * (wanted[key] / scales[key]) ** exponent for key in likely for exponent in (1, -1, 2, -2)}:
             config = deepcopy(best)
             with suppress(Exception):  # configs check types, and this field may be a token id
                 setattr(attrgetter(path)(config) if path else config, name, int(new) if float(new).is_integer() else new)
-            found = _scales(model, config)
+            built = _built(model, config)
+            found = _scales(built) if _sizes(built) == sizes else {}  # fewer heads may have the right scale, too
             if _num_right(found, wanted) > _num_right(scales, wanted):
                 best, scales = config, found
                 break
@@ -103,41 +106,59 @@ def _may_decide(value: float, scale: float) -> bool:
     return any(math.isclose(value**exponent, scale, rel_tol=1e-4) for exponent in (1, -1, 0.5, -0.5))
 
 
-def _scales(model: PreTrainedModel, config: PreTrainedConfig) -> dict[tuple[str, str], float]:
-    """The scales in the attention fields of a model with this config; empty if it cannot be built with the same shapes."""
+def _scales(built: nn.Module | None) -> dict[tuple[str, str], float]:
+    """The scales in the attention fields of a model; empty if there is none."""
+    found = [] if built is None else find_attentions(built)
+    return {(attention.holder, attention.field): attention.value for attention in found if attention.field}
+
+
+def _built(model: nn.Module, config: PreTrainedConfig) -> nn.Module | None:
+    """A model with this config on the meta device; None if it cannot be built."""
     try:
         with torch.device("meta"):
-            built = type(model)(deepcopy(config))
+            return type(model)(deepcopy(config))
     except Exception:  # a model may raise anything about a number that does not fit
+        return None
+
+
+def _sizes(model: nn.Module | None) -> dict[str, object]:
+    """The shapes of parameters and buffers, and the whole numbers that modules keep, other than attention scales."""
+    if model is None:
         return {}
-    shapes = ({name: parameter.shape for name, parameter in network.named_parameters()} for network in (model, built))
-    if len({str(shape) for shape in shapes}) > 1:
-        return {}
-    return {(attention.holder, attention.field): attention.value for attention in find_attentions(built) if attention.field}
+    scales = _scales(model)
+    sizes: dict[str, object] = {name: tensor.shape for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    for path, module in model.named_modules():
+        numbers = {name: value for name, value in vars(module).items() if type(value) is int and (path, name) not in scales}
+        sizes |= {f"{path}.{name}": value for name, value in numbers.items()}
+    return sizes
 
 
 def _num_right(found: Mapping[tuple[str, str], float], wanted: Mapping[tuple[str, str], float]) -> int:
     return sum(key in found and math.isclose(found[key], value, rel_tol=1e-4) for key, value in wanted.items())
 
 
-def _fold_attention(plain: PreTrainedModel, plan: Plan) -> None:
+def _fold_attention(plain: PreTrainedModel, plan: Plan, batch: Example | None) -> None:
     fields = {change.path: change for change in plan.attention if change.field}
     for attention in find_attentions(plain):
         change = fields.get(attention.holder)
         if change is None:
             continue
         ratio = attention.stored(change.value) / attention.scale
-        _fold_into_queries(plain, attention, ratio)
+        _fold_into_queries(plain, attention, ratio, forward_passes(plain, batch))
     for change in plan.attention:
         if not change.field:
             _scale_rows(plain.get_submodule(change.path), change.rows, change.value)
 
 
-def _fold_into_queries(plain: PreTrainedModel, attention: FoundAttention, ratio: float) -> None:
+def _fold_into_queries(plain: PreTrainedModel, attention: FoundAttention, ratio: float, runs: Sequence[Run]) -> None:
     if ratio == 1:
         return
-    runs = forward_passes(plain)
     queries = find_queries(plain, attention, runs)
+    if queries is None and not is_reached(plain, attention, runs):
+        raise ValueError(
+            f"the attention scale of {attention.path!r} cannot be folded into the weights, since no forward pass that smupar "
+            "knows reaches this module: pass example=, a batch for the model, to huggingface.export"
+        )
     if queries is None and acts(plain, attention, runs) is None:
         return  # it makes no logits; outputs are compared in the end
     if queries is None:
@@ -182,11 +203,11 @@ def _added_to_weight(layer: nn.Module) -> float:
 # Numbers that follow the width
 
 
-def _fold_number(plain: PreTrainedModel, number: Multiplier) -> None:
+def _fold_number(plain: PreTrainedModel, number: Multiplier, batch: Example | None) -> None:
     """Restores the usual value of a number, and multiplies a table or the head to make up for it."""
-    wanted = list(outputs(plain))
+    wanted = list(outputs(plain, batch))
     set_multiplier(plain, number.path, number.name, number.value)
-    found = difference(wanted, list(outputs(plain)))
+    found = difference(wanted, list(outputs(plain, batch)))
     best: tuple[float, Tensor | None, float] = (found, None, 1.0)  # (difference, weight to multiply, factor)
     for weight in _near(plain, number.path):
         kept = weight.clone()
@@ -195,7 +216,7 @@ def _fold_number(plain: PreTrainedModel, number: Multiplier) -> None:
                 break
             factor = (number.base_value / number.value) ** exponent
             weight.mul_(factor)
-            best = min(best, (difference(wanted, list(outputs(plain))), weight, factor), key=itemgetter(0))
+            best = min(best, (difference(wanted, list(outputs(plain, batch))), weight, factor), key=itemgetter(0))
             weight.copy_(kept)
     left, chosen, factor = best
     if left > TOLERANCE:
@@ -207,12 +228,12 @@ def _fold_number(plain: PreTrainedModel, number: Multiplier) -> None:
         chosen.mul_(factor)
 
 
-def _fold_untied(model: PreTrainedModel, plain: PreTrainedModel) -> None:
+def _fold_untied(model: PreTrainedModel, plain: PreTrainedModel, batch: Example | None) -> None:
     """Some models divide logits by a power of the width only while the head is tied. Multiplies the untied head by this missing
     factor."""
     head = plain.get_output_embeddings()
     weight = getattr(head, "weight", None)
-    expected, output = next(outputs(model), None), next(outputs(plain), None)
+    expected, output = next(outputs(model, batch), None), next(outputs(plain, batch), None)
     if not isinstance(weight, Tensor) or expected is None or output is None or expected.shape != output.shape:
         return
     ratio = float((expected * output).sum() / output.square().sum())
@@ -236,17 +257,28 @@ def _near(model: PreTrainedModel, path: str) -> Iterator[Tensor]:
 # Comparing
 
 
-def outputs(model: PreTrainedModel) -> Iterator[Tensor]:
-    """The outputs of the model, and of every model inside it, on small inputs. Inner models that cannot be called alone are
+def outputs(model: PreTrainedModel, batch: Example | None = None) -> Iterator[Tensor]:
+    """The outputs of the model on a batch and on small inputs, and of every model inside it. Passes that need other inputs are
     left out."""
-    for run in forward_passes(model):
+    return _outputs(model, forward_passes(model, batch))
+
+
+def has_outputs(model: PreTrainedModel, batch: Example | None) -> bool:
+    """Whether ``outputs`` has outputs of the whole model, and not only of models inside it."""
+    whole = forward_passes(model, batch)[: 1 if batch is None else 2]
+    return any(True for _ in _outputs(model, whole))
+
+
+def _outputs(model: PreTrainedModel, runs: Sequence[Run]) -> Iterator[Tensor]:
+    for run in runs:
         try:
             with quiet(model), torch.no_grad():
                 result: Any = run()
         except Exception:  # an inner model that needs other inputs
             continue
-        values = (result.get("logits"), result.get("last_hidden_state"), result.get("logits_per_text"))
-        yield from (value.float() for value in values if isinstance(value, Tensor))
+        named = [result.get("logits"), result.get("last_hidden_state"), result.get("logits_per_text")]
+        values = [value for value in named if value is not None] or list(result.values())
+        yield from (value.float() for value in values if isinstance(value, Tensor) and value.is_floating_point())
 
 
 def same(expected: list[Tensor], found: list[Tensor], tolerance: float = TOLERANCE) -> bool:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from smupar.plan.forward.run_copy import run_copy
+from smupar.model.attention_scale import call
+from smupar.plan.forward.run_copy import Example, copied_to, run_copy
 
 NUM_TOKENS = 6
 NUM_SAMPLES = 3200  # samples of raw sound
@@ -19,10 +20,12 @@ NUM_FRAMES = 32  # of spectra, where the config does not fix it
 IMAGE_SIZE = 64  # where the config does not fix it, as in convolutional models
 
 
-def forward_passes(model: PreTrainedModel) -> list[Callable[[], Any]]:
-    """Forward passes of the model and of every model inside it, such as the vision tower of a multimodal model."""
-    parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    return [partial(_run, part) for part in parts]
+def forward_passes(model: PreTrainedModel, batch: Example | None = None) -> list[Callable[[], Any]]:
+    """Forward passes of the model on the user's batch, if there is one, and on small inputs; then those of every model inside
+    it, such as the vision tower of a multimodal model."""
+    device = str(_device(model))
+    own = [] if batch is None else [lambda: call(model, copied_to(batch, device))]
+    return [*own, *(partial(_run, part) for part in model.modules() if isinstance(part, PreTrainedModel))]
 
 
 def fitting(model: PreTrainedModel) -> dict[str, Any] | None:

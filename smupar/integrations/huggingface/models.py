@@ -17,8 +17,8 @@ from smupar.integrations.huggingface.folders import keep_plan
 from smupar.integrations.huggingface.inputs import fitting, forward_passes
 from smupar.model import parameterize as apply
 from smupar.model.attached import unwrapped
-from smupar.model.attention_scale import call, set_scales
-from smupar.plan.forward.run_copy import Example, copied_to
+from smupar.model.attention_scale import set_scales
+from smupar.plan.forward.run_copy import Example
 from smupar.plan.notes import Note
 from smupar.plan.plan import Plan, PlanWarning
 from smupar.plan.settings import Settings
@@ -83,9 +83,7 @@ def set_attention_scale(model: PreTrainedModel, plan: Plan, example: Example | N
 
     example   a batch for the model, in addition to smupar's own small inputs
     """
-    device = next(model.parameters()).device
-    own = [] if example is None else [lambda: call(model, copied_to(example, str(device)))]
-    set_scales(model, plan, [*own, *forward_passes(model)])
+    set_scales(model, plan, forward_passes(model, example))
 
 
 class _RealNumbers(TorchFunctionMode):

@@ -13,6 +13,8 @@ from smupar.integrations.huggingface.inputs import example
 from smupar.plan.scales.find_attention import find_attentions
 from tests.integrations.huggingface.others import OTHERS, build, config_of, two_stacks
 
+BERT = {"num_hidden_layers": 1, "intermediate_size": 32, "vocab_size": 64, "max_position_embeddings": 32}
+
 pytestmark = pytest.mark.filterwarnings("ignore:.*is not among the known architectures")
 # Some layers are thin on purpose: a small rank is what DeepSeek and Mamba are about.
 thin = pytest.mark.filterwarnings("ignore:.*keep fewer than 16 weights per neuron")
@@ -207,6 +209,50 @@ def test_export_that_differs_from_the_original_is_not_kept(tmp_path):
         else:
             huggingface.export(tmp_path / f"sparse-{alpha}", out)
         assert out.exists() == (not is_lost)
+
+
+def test_export_keeps_the_heads_if_fewer_of_them_would_have_the_same_scale(tmp_path):
+    """A single head of size 16 has the usual scale of 1/4, which is the rule's scale of heads of size 4."""
+    kind = transformers.BertForMaskedLM
+    model = kind(kind.config_class(hidden_size=16, num_attention_heads=4, **BERT)).eval()
+    huggingface.parameterize(model, base=kind.config_class(hidden_size=8, num_attention_heads=2, **BERT))
+    model.save_pretrained(tmp_path / "sparse")
+    huggingface.export(tmp_path / "sparse", tmp_path / "plain")
+    plain = kind.from_pretrained(tmp_path / "plain")
+    assert plain.config.num_attention_heads == 4
+    torch.testing.assert_close(logits(plain), logits(model), rtol=1e-4, atol=1e-5)
+
+
+def musicgen(folder, rule):
+    """A saved decoder of MusicGen, which reads a row of tokens for each codebook, and a batch for it."""
+    kind = transformers.MusicgenForCausalLM
+    fixed = {"num_hidden_layers": 1, "num_codebooks": 2, "vocab_size": 16, "pad_token_id": 16, "bos_token_id": 16}
+    widths = ({"hidden_size": width, "ffn_dim": width, "num_attention_heads": width // 8} for width in (32, 16))
+    wide, narrow = (kind.config_class(**sizes, **fixed) for sizes in widths)
+    tokens, text = torch.arange(12).reshape(2, 6), torch.linspace(-1, 1, 96).reshape(1, 3, 32)
+    model, batch = kind(wide).eval(), {"input_ids": tokens, "encoder_hidden_states": text}
+    plan = huggingface.parameterize(model, base=narrow, rule=rule, roles={"lm_heads.*.weight": "unembedding"})
+    huggingface.set_attention_scale(model, plan, batch)
+    model.save_pretrained(folder)
+    return model, batch
+
+
+@pytest.mark.filterwarnings("ignore:no inputs for a forward pass are known", "ignore:.*not set")
+def test_export_of_a_model_whose_inputs_are_unknown_needs_an_example(tmp_path):
+    model, batch = musicgen(tmp_path / "sparse", "smupar")
+    with pytest.raises(ValueError, match=r"no forward pass that smupar knows reaches this module: pass example="):
+        huggingface.export(tmp_path / "sparse", tmp_path / "plain")
+    huggingface.export(tmp_path / "sparse", tmp_path / "plain", example=batch)
+    plain = type(model).from_pretrained(tmp_path / "plain")
+    with torch.no_grad():
+        torch.testing.assert_close(plain(**batch).logits, model(**batch).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_export_says_that_it_did_not_compare_the_model(tmp_path):
+    _, batch = musicgen(tmp_path / "sparse", "sp")
+    with pytest.warns(UserWarning, match="it was not compared with the original: pass example="):
+        huggingface.export(tmp_path / "sparse", tmp_path / "plain")
+    huggingface.export(tmp_path / "sparse", tmp_path / "again", example=batch)
 
 
 # name -> (fields of the config that count layers, ends of branches)
