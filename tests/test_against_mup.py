@@ -214,10 +214,10 @@ def test_three_steps_from_the_same_weights_end_in_the_same_weights(build, width,
     groups = smupar.param_groups(model, plan, optimizer=optimizer, **settings)
     pairs = [(model, optimizer(groups)), (other, their_optimizer(other.parameters(), **settings))]
     for _ in range(3):
-        for network, one in pairs:
-            one.zero_grad()
+        for network, optim in pairs:
+            optim.zero_grad()
             (network(inputs) ** 2).mean().backward()
-            one.step()
+            optim.step()
     for name, trained in model.state_dict().items():
         torch.testing.assert_close(trained, other.state_dict()[name], **close, msg=lambda m, n=name: f"{n}: {m}")
     assert not torch.equal(model.state_dict()["readout.weight"], start["readout.weight"])

@@ -16,7 +16,7 @@ from smupar.model.seam import AFTER, BEFORE, seam_of
 
 ROOT = Path(__file__).parent.parent
 LONGEST, MOST_BRANCHES = 60, 20
-SOURCES = sorted((ROOT / "smupar").rglob("*.py"))
+SOURCES, TESTS = (sorted((ROOT / folder).rglob("*.py")) for folder in ("smupar", "tests"))
 
 
 def functions(path):
@@ -45,7 +45,7 @@ def test_every_class_name_is_used_once():
     assert twice == {"SmuparCallback"}  # one for each trainer, by the name that its users know
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+@pytest.mark.parametrize("path", [*SOURCES, *TESTS], ids=lambda path: str(path.relative_to(ROOT)))
 def test_variables_have_nouns_and_docstrings_stand_alone(path):
     tree = ast.parse(path.read_text())
     stored = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
@@ -150,11 +150,11 @@ def page():
 
 def test_all_that_is_added_to_a_model_is_on_the_page():
     _, _, replaced, before, after = wired()
-    added = {re.sub(r"(attribute|buffer|class|hook) ", "", each) for each in after - before} | set(vars(replaced))
+    added = {re.sub(r"(attribute|buffer|class|hook) ", "", thing) for thing in after - before} | set(vars(replaced))
     named = {"_forward_pre_hooks", "_forward_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"}
     assert named <= after  # in the page's words: before and after the forward pass, and load_state_dict
     shown = page().replace("<param>", "weight")
-    assert added - named == {each for each in added - named if f"`{each}`" in shown}
+    assert added - named == {thing for thing in added - named if f"`{thing}`" in shown}
     assert {"weight_mask", "smupar_factor", "weight_smupar_input", "MaskGradient", "_smupar_attached"} <= added
     assert {"SparseLinear", "original", "kernel_of", "_index", "weight_columns"} <= added
 
@@ -165,7 +165,7 @@ def test_all_that_is_added_to_an_optimizer_is_on_the_page():
     keys = {key for group in optimizer.param_groups for key in group} - set(plain.param_groups[0])
     added = keys | (set(vars(optimizer)) - set(vars(plain)))
     assert {"lr_factor", "hidden_weight", "_smupar_seam"} <= added
-    assert added == {each for each in added if f"`{each}`" in page()}
+    assert added == {thing for thing in added if f"`{thing}`" in page()}
 
 
 def test_phases_are_on_the_page_in_their_order():

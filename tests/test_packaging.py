@@ -83,7 +83,10 @@ def test_every_dependency_says_who_uses_it_and_is_pinned():
     assert [line for line in listed.splitlines() if '"' in line and "#" not in line] == []
     pinned = {line.partition("==")[0].lower() for line in (ROOT / "constraints.txt").read_text().splitlines()}
     pinned |= set(re.findall(r"(\S+)==", (ROOT / "Makefile").read_text()))  # installed without their dependencies
-    wanted = [*PROJECT["dependencies"], *(one for extra in PROJECT["optional-dependencies"].values() for one in extra)]
+    wanted = [
+        *PROJECT["dependencies"],
+        *(requirement for extra in PROJECT["optional-dependencies"].values() for requirement in extra),
+    ]
     assert {re.split(r"[\[<>=]", requirement)[0].lower() for requirement in wanted} - {"smupar"} <= pinned
 
 

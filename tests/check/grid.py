@@ -104,13 +104,13 @@ def check(make_model=Fork, loss_fn=loss_of, batches=None, **changes):
 def size_of(report, place, quantity, *, step=1, rule="smupar", density=0.5, width=16, seed=0):
     wanted = (place, quantity, step, rule, density, width, seed)
     fields = attrgetter("place", "quantity", "step", "rule", "density", "width", "seed")
-    (found,) = [one for one in report.readings if fields(one) == wanted]
+    (found,) = [measured for measured in report.readings if fields(measured) == wanted]
     return found
 
 
 def slope_of(report, rule, place, quantity=Y, *, step=1, axis="density"):
     fields = attrgetter("rule", "place", "quantity", "step", "axis")
-    (found,) = [one.slope for one in report.slopes if fields(one) == (rule, place, quantity, step, axis)]
+    (found,) = [slope.slope for slope in report.slopes if fields(slope) == (rule, place, quantity, step, axis)]
     return found
 
 

@@ -103,8 +103,8 @@ def test_snip_masks_have_exact_counts_and_leave_the_model():
     batches = [tokens_of(step) for step in range(3)]
     together = smupar.snip_masks(model, plan, loss_of, batches, density=0.3)
     assert sum(int(mask.sum()) for mask in together.values()) == 77 + 154 + 154
-    each = smupar.snip_masks(model, plan, loss_of, batches, density=0.3, pool="layer")
-    assert counts(each) == {"mix.weight": 77, "up.weight": 154, "down.weight": 154}
+    by_layer = smupar.snip_masks(model, plan, loss_of, batches, density=0.3, pool="layer")
+    assert counts(by_layer) == {"mix.weight": 77, "up.weight": 154, "down.weight": 154}
     assert_same_tensors(hidden_of(model), weights)
     assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), grads, strict=True))
 

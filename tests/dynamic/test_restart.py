@@ -30,7 +30,7 @@ def grown_run(restart, steps, *, make_optimizer=torch.optim.AdamW):
         weights.append(hidden_of(model))
         masks.append(masks_of(model))
     grown = {name: masks[GROW_AT - 1][name] & ~masks[GROW_AT - 2][name] for name in SIZES}
-    assert all(one.sum() > 20 for one in grown.values())
+    assert all(mask.sum() > 20 for mask in grown.values())
     hidden = next(g for g in optimizer.param_groups if any(p is model.up.weight for p in g["params"]))
     return weights, gradients, grown, hidden
 

@@ -42,7 +42,7 @@ def test_alibi_in_the_heads_is_alibi_in_the_bias(length):
 
 def test_alibi_in_bf16_is_as_exact_as_a_bias_in_bf16():
     length = 1000  # distances beyond 256 have no place in bf16
-    q, k, v = (each.bfloat16() for each in heads(length))
+    q, k, v = (tensor.bfloat16() for tensor in heads(length))
     theirs = exact(q, k, v, bias_of(length))
     with_bias = distance(fused_attention(q, k, v, bias_of(length, torch.bfloat16)), theirs)
     assert distance(fused_alibi(q, k, v, alibi_slopes(HEADS)), theirs) < max(1.1 * with_bias, 4e-3)
@@ -69,16 +69,16 @@ def test_values_and_gradients_are_those_of_the_formula(kind, how):
         return (fused(kind, length)(q, k, v) * weights).sum()
 
     def losses(leaves):
-        each = tuple(leaves[name] for name in names)
+        ordered = tuple(leaves[name] for name in names)
         if how == "alone":
-            return torch.stack([loss(*own) for own in zip(*each, strict=True)])
-        return torch.vmap(loss)(*each)
+            return torch.stack([loss(*own) for own in zip(*ordered, strict=True)])
+        return torch.vmap(loss)(*ordered)
 
-    def ours(*each):
-        return gradients_of_sum(losses, dict(zip(names, each, strict=True)))
+    def ours(*inputs):
+        return gradients_of_sum(losses, dict(zip(names, inputs, strict=True)))
 
     grads, values = (torch.compile(ours, backend="aot_eager", fullgraph=True) if "compiled" in how else ours)(*tensors)
-    exactly = [each.double().requires_grad_() for each in tensors]
+    exactly = [tensor.double().requires_grad_() for tensor in tensors]
     theirs = (exact(*exactly, bias) * weights).sum((1, 2, 3, 4))
     assert distance(values, theirs) < 1e-5
     for name, grad in zip(names, torch.autograd.grad(theirs.sum(), exactly), strict=True):

@@ -46,7 +46,7 @@ def test_products_of_a_stack_are_those_of_its_models(by_onednn, in_dims):
     x = torch.randn(shape, generator=rng).requires_grad_()
     weight = torch.randn([3, 160, 128] if in_dims[1] == 0 else [160, 128], generator=rng).requires_grad_()
     grads = torch.autograd.grad(torch.vmap(F.linear, in_dims)(x, weight).square().sum(), (x, weight))
-    exactly = [each.detach().double().requires_grad_() for each in (x, weight)]
+    exactly = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
     expected = torch.autograd.grad(torch.vmap(torch.matmul, in_dims)(exactly[0], exactly[1].mT).square().sum(), exactly)
     for ours, exact in zip(grads, expected, strict=True):
         assert (ours - exact).abs().max() < 1e-5 * exact.abs().max()
@@ -74,10 +74,10 @@ def test_update_in_one_pass_is_that_of_torch_and_leaves_dead_models_alone(name):
     param, alive = torch.randn(3, 4, 5), torch.tensor([True, True, False])
     state = [torch.zeros(3, 4, 5) for _ in range(2)]
     classes = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-    theirs = [nn.Parameter(one.clone()) for one in param]
+    theirs = [nn.Parameter(values.clone()) for values in param]
     optimizers = [
-        classes[name]([one], lr=lr[k].item(), weight_decay=decay[k].item(), eps=eps[k].item(), betas=(0.8, 0.9))
-        for k, one in enumerate(theirs)
+        classes[name]([their], lr=lr[k].item(), weight_decay=decay[k].item(), eps=eps[k].item(), betas=(0.8, 0.9))
+        for k, their in enumerate(theirs)
     ]
     start = param.clone()
     for step in range(1, 4):

@@ -82,8 +82,8 @@ def kill_and_compare(kind, engine, folder, moments, num_kills, whole):
     """Kills a study so many times and lets it end. Returns the signals that hit it, and whether its files are those of the
     study that was not killed."""
     possible = ("serial", "stacked") if engine == "auto" else (engine,)
-    expected = {each: whole(kind, each) for each in possible}
-    longest, hits = min(whole.seconds[kind, each] for each in possible), []
+    expected = {at: whole(kind, at) for at in possible}
+    longest, hits = min(whole.seconds[kind, at] for at in possible), []
     for _ in range(num_kills):
         process = start(kind, engine, folder)
         process.join(timeout=moments.uniform(0.2, longest / 3))

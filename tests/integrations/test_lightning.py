@@ -105,9 +105,9 @@ def own_loop(steps=12):
     return module, optimizer, updates.trace
 
 
-def same(one, other):
-    one, other = one.state_dict(), other.state_dict()
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+def same(module, other):
+    module, other = module.state_dict(), other.state_dict()
+    return module.keys() == other.keys() and all(torch.equal(module[name], other[name]) for name in module)
 
 
 def test_run_is_that_of_a_plain_loop():

@@ -402,7 +402,7 @@ def test_depth_is_judged_by_the_dense_bases_optimum():
     assert "depth-muP" not in first.text
     shallow = [row for row in moved if row.config.model.depth == 2]
     assert depth.claim(shallow).holds is None
-    titles = [each.title.partition(":")[0] for each in depth.draw(moved)]
+    titles = [panel.title.partition(":")[0] for panel in depth.draw(moved)]
     assert titles[0] == "CompleteP (alpha 1), density 1"
     assert len(titles) == 2 * 3 + 2
 

@@ -149,7 +149,7 @@ def test_page_of_a_check_says_where_it_was_made_and_holds_its_slopes(tmp_path):
     assert "NVIDIA H200, torch 2.11, 1.5 minutes in all. Made by commit abc." in page.read_text()
     published = json.loads((tmp_path / "pages" / "fig05.json").read_text())
     assert (published["minutes"], published["commits"], published["devices"]) == (1.5, ["abc"], ["NVIDIA H200, torch 2.11"])
-    assert [(one["step"], one["slope"]) for one in published["slopes"]] == [(1, 0.4988), (10, 0.4988)]
+    assert [(slope["step"], slope["slope"]) for slope in published["slopes"]] == [(1, 0.4988), (10, 0.4988)]
 
 
 def test_publishing_again_keeps_what_was_written_by_hand(tmp_path):

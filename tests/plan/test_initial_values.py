@@ -49,8 +49,8 @@ def test_biases_under_sp_and_of_another_init_stay():
     with torch.no_grad():
         for name in FACTORS:
             base.get_parameter(name).normal_(0, 0.02)
-    for each in (base, on_meta(Layers, 64)):
-        plan = smupar.make_plan(model, base=each)
+    for net in (base, on_meta(Layers, 64)):
+        plan = smupar.make_plan(model, base=net)
         assert {row.kept_factor for row in plan} == {1}
         assert not any(note.kind == "kept" for note in plan.notes)
 

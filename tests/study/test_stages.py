@@ -96,9 +96,9 @@ def test_sweep_page_says_the_best_and_holds_every_run(serial):
     by_seeds = {}
     for result in serial.results():
         by_seeds.setdefault(replace(result.config, seed=0).id, []).append(result)
-    means = {id_: sum(one.loss for one in same) / len(same) for id_, same in by_seeds.items()}
+    means = {id_: sum(result.loss for result in same) / len(same) for id_, same in by_seeds.items()}
     same = by_seeds[min(means, key=means.get)]  # whichever run was luckiest
-    best, runs = same[0].config, ", ".join(one.config.id for one in same)
+    best, runs = same[0].config, ", ".join(result.config.id for result in same)
     values = f"rule {best.rule}, sparsity {best.sparsity:g}, lr {best.lr:.5g}"
     assert f"of {min(means.values()):.4f}, the mean of 2 seeds (" in found
     assert f"): {values}, runs {runs}." in found

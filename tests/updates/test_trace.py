@@ -233,4 +233,4 @@ def test_warnings_point_at_the_line_of_the_caller(proxy):
     bad = replace(proxy, effects={name: [math.nan] * len(values) for name, values in proxy.effects.items()}, optimizer="lion")
     with pytest.warns(UpdatesWarning) as more:
         smupar.follow_updates(model, plan, adamw(model, plan, weight_decay=0.0), trace=bad)
-    assert [Path(one.filename).name for one in (*caught, *more)] == [Path(__file__).name] * 3
+    assert [Path(warning.filename).name for warning in (*caught, *more)] == [Path(__file__).name] * 3

@@ -180,8 +180,8 @@ def test_port_in_use_is_refused_or_passed_over(watch, tmp_path):
     first = watch(tmp_path)
     with pytest.raises(ValueError, match=f"port {first.port} is in use on 127.0.0.1: choose another --port"):
         serving([tmp_path], port=first.port).__enter__()
-    with serving([tmp_path]) as one, serving([tmp_path]) as other:  # two watchers of a folder
-        assert one.server_address[1] < other.server_address[1]
+    with serving([tmp_path]) as server, serving([tmp_path]) as other:  # two watchers of a folder
+        assert server.server_address[1] < other.server_address[1]
     with pytest.raises(ValueError, match=r"cannot listen on 192\.0\.2\.1"):
         serving([tmp_path], host="192.0.2.1").__enter__()
 
@@ -201,7 +201,7 @@ def test_study_that_does_not_exist_yet_is_waited_for(watch, tmp_path):
     assert client.json("/state.json") == {"documents": [], "waiting": [f"waiting for {study} to appear"]}
     make_study(study)
     state = client.json("/state.json")
-    assert [each["folder"] for each in state["documents"]] == [str(study)]
+    assert [document["folder"] for document in state["documents"]] == [str(study)]
     assert state["waiting"] == []
 
 

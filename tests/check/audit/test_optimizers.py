@@ -34,7 +34,7 @@ def warmed_up(optimizer):
 
 def without(optimizer, parameter):
     for group in optimizer.param_groups:
-        group["params"] = [each for each in group["params"] if each is not parameter]
+        group["params"] = [held for held in group["params"] if held is not parameter]
     return optimizer
 
 

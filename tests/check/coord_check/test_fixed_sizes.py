@@ -161,7 +161,7 @@ def rate_of(place):
 
 
 def failing(report):
-    return {(one.place, one.quantity) for one in report.slopes if one.verdict == FAIL and one.step == 1}
+    return {(slope.place, slope.quantity) for slope in report.slopes if slope.verdict == FAIL and slope.step == 1}
 
 
 @pytest.mark.parametrize(("kind", "place"), [("bottleneck", "down"), ("mixer", "t2"), ("projection", "projection")])
@@ -216,7 +216,7 @@ def test_block_that_makes_the_logits_is_judged_as_logits_and_a_block_with_a_rout
         lr=2**-8,
         roles={"2.router.weight": "unembedding", "3.decoder.weight": "unembedding"},
     )
-    roles = {one.place: one.role for one in report.readings if one.kind == "block"}
+    roles = {reading.place: reading.role for reading in report.readings if reading.kind == "block"}
     assert roles == {"2": "block", "3": "logits", "": "logits"}
     assert slope_of(report, "smupar", "3", Y, axis="width") == pytest.approx(-0.5, abs=0.2)  # a sum of random terms over m_d
     assert report.verdicts == {"smupar": PASS}, report.explain()
@@ -266,7 +266,7 @@ def test_blocks_of_images_are_judged_by_what_they_make():
         lr=2**-8,
         example=torch.randn(2, 3, 4, 4),
     )
-    assert {one.place: one.role for one in report.readings if one.kind == "block"} == {
+    assert {reading.place: reading.role for reading in report.readings if reading.kind == "block"} == {
         "gate": "router",
         "head": "logits",
         "": "logits",
@@ -291,7 +291,9 @@ def test_changes_of_a_routers_logits_grow_with_width_only_in_role_hidden(roles, 
         example=torch.randn(16, 8),
     )
     assert slope_of(report, "smupar", "2.gate", CHANGE, axis="width", step=7) == pytest.approx(expected, abs=0.25)
-    assert {one.role for one in report.readings if one.place == "2.gate"} == {"hidden, narrowing" if roles else "router"}
+    assert {reading.role for reading in report.readings if reading.place == "2.gate"} == {
+        "hidden, narrowing" if roles else "router"
+    }
     assert report.verdicts["smupar"] != FAIL, report.explain()
 
 

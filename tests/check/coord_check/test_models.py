@@ -87,9 +87,9 @@ def gpt_over_density():
 
 def hidden_and_blocks(report, rule, quantity, *, step=1):
     found = [
-        one
-        for one in report.slopes
-        if one.rule == rule and one.quantity == quantity and one.step == step and one.role in ("hidden", "block")
+        slope
+        for slope in report.slopes
+        if slope.rule == rule and slope.quantity == quantity and slope.step == step and slope.role in ("hidden", "block")
     ]
     assert found
     return found
@@ -105,16 +105,18 @@ def test_gpt_slopes_at_step_1_are_the_papers_without_density_correction(gpt_over
 
 
 def test_gpt_slopes_at_step_1_are_flat_under_smupar(gpt_over_density):
-    found = [one for one in gpt_over_density.slopes if one.rule == "smupar" and one.step == 1 and one.quantity in JUDGED]
+    found = [
+        slope for slope in gpt_over_density.slopes if slope.rule == "smupar" and slope.step == 1 and slope.quantity in JUDGED
+    ]
     assert len(found) > 30
-    for one in found:
-        assert abs(one.slope) < 0.2, one
+    for slope in found:
+        assert abs(slope.slope) < 0.2, slope
 
 
 def test_gpt_later_slopes_have_the_sign_of_the_paper(gpt_over_density):
     for rule in ("sp", "mup"):
-        for one in hidden_and_blocks(gpt_over_density, rule, Y, step=3):
-            assert one.slope > 0.3, one
+        for slope in hidden_and_blocks(gpt_over_density, rule, Y, step=3):
+            assert slope.slope > 0.3, slope
 
 
 def test_gpt_over_density_passes_under_smupar_and_fails_under_sp_and_mup(gpt_over_density):
@@ -122,13 +124,15 @@ def test_gpt_over_density_passes_under_smupar_and_fails_under_sp_and_mup(gpt_ove
     assert gpt_over_density.ok  # SP and muP are baselines beside SmuPar
     for rule in ("sp", "mup"):
         for quantity in JUDGED:
-            assert FAIL in {one.verdict for one in gpt_over_density.slopes if (one.rule, one.quantity) == (rule, quantity)}
+            assert FAIL in {
+                slope.verdict for slope in gpt_over_density.slopes if (slope.rule, slope.quantity) == (rule, quantity)
+            }
 
 
 def test_gpt_over_width_fails_under_sp_and_never_under_smupar():
     report = gpt_check(rules=("sp", "smupar"), widths=(64, 128, 256), steps=2)
     assert report.verdicts["sp"] == FAIL
-    assert FAIL not in {one.verdict for one in report.slopes if one.rule == "smupar"}
+    assert FAIL not in {slope.verdict for slope in report.slopes if slope.rule == "smupar"}
 
 
 def test_gelu_mlp_block_has_slope_1_without_density_correction():
@@ -226,7 +230,7 @@ def test_erk_passes_with_each_layers_own_density_and_fails_with_one_correction_f
     wrong = check(Bottleneck, **{**settings, "lr": None}, prepare=one_init_for_all, optimizer=one_lr_for_all)
     # The audit knows as well; here the sizes themselves must show it.
     assert overall(wrong.slopes) == FAIL
-    failing = {(one.place, one.quantity) for one in wrong.slopes if one.verdict == FAIL and one.step == 1}
+    failing = {(slope.place, slope.quantity) for slope in wrong.slopes if slope.verdict == FAIL and slope.step == 1}
     assert {("squeeze", Y), ("squeeze", DY)} <= failing
 
 

@@ -90,8 +90,8 @@ def test_loss_that_explodes_later_is_a_finding(tmp_path):
     assert report.verdicts == {"smupar": FAIL}
     assert [found.cause for found in report.diagnoses if not found.is_caution] == ["diverged"]
     assert "lower the learning rate" in report.explain()
-    assert max(one.step for one in report.readings) == 3
-    assert {one.step for one in report.readings if one.quantity == DY} == {1, 2}
+    assert max(reading.step for reading in report.readings) == 3
+    assert {reading.step for reading in report.readings if reading.quantity == DY} == {1, 2}
     # The picture of what was measured before that is whole, although the last step has no updates to show.
     panels = [axes for axes in report.plot(tmp_path / "check.png").axes if axes.get_lines()]
     assert [[label.get_text() for label in axes.get_xticklabels()] for axes in panels] == [["1/2", "1"]] * 3

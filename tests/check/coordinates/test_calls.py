@@ -278,7 +278,7 @@ def test_updates_that_are_made_of_rounding_errors_do_not_count():
     batches = batches_of(2, size=8)
     settings = {"base_width": 64, "widths": (64, 256), "densities": (1,), "seeds": 8, "steps": 2, "lr": 2**-10}
     report = check(EqualValues, batches=batches, **settings)
-    assert all(one.rms == 0 for one in report.readings if (one.place, one.quantity) == ("scores", DY))
+    assert all(reading.rms == 0 for reading in report.readings if (reading.place, reading.quantity) == ("scores", DY))
     assert report.verdicts == {"smupar": PASS}, report.explain()
     assert "unmeasured" not in {found.cause for found in report.diagnoses}
 

@@ -56,23 +56,23 @@ def test_completep_passes_over_depth(completep):
 
 
 def test_the_same_places_are_measured_at_every_depth(completep):
-    places = {depth: {one.place for one in completep.readings if one.depth == depth} for depth in (2, 32)}
+    places = {depth: {measured.place for measured in completep.readings if measured.depth == depth} for depth in (2, 32)}
     assert places[2] == places[32]
     assert {"blocks.0", "blocks.1", "blocks.1.down"} <= places[32]
-    assert {one.kind for one in completep.readings if one.place == "blocks.1"} == {"block"}
+    assert {measured.kind for measured in completep.readings if measured.place == "blocks.1"} == {"block"}
 
 
 def test_gradient_of_a_block_is_compared_where_the_first_of_its_blocks_begins():
     # With embeddings this small, the first block decides how large the residual stream is, and with it the gradients there.
     report = check(init_std={"embedding.weight": 0.02, "*": 0.18}, lr=2**-9)
-    slopes = [one for one in report.slopes if (one.place, one.quantity, one.step) == ("blocks.0", GRAD_X, 1)]
-    assert [abs(one.slope) < 0.2 for one in slopes] == [True]
+    slopes = [slope for slope in report.slopes if (slope.place, slope.quantity, slope.step) == ("blocks.0", GRAD_X, 1)]
+    assert [abs(slope.slope) < 0.2 for slope in slopes] == [True]
 
 
 def test_no_factor_fails_and_the_remedy_is_a_depth_rule():
     report = check(depth="none", branches=None)
     assert not report.ok
-    (cause,) = [each for each in report.diagnoses if not each.is_caution]
+    (cause,) = [diagnosis for diagnosis in report.diagnoses if not diagnosis.is_caution]
     assert cause.cause == "no depth rule"
     assert "depth='completep'" in report.explain()
     assert "with depth from step 1" in cause.evidence
@@ -81,16 +81,18 @@ def test_no_factor_fails_and_the_remedy_is_a_depth_rule():
 def test_branch_that_is_not_divided_is_named():
     report = check(branches=["blocks.*.mix.2"])
     assert not report.ok
-    found = {each.cause: each.places for each in report.diagnoses}
+    found = {diagnosis.cause: diagnosis.places for diagnosis in report.diagnoses}
     assert {place.rpartition(".")[2] for place in found["branch missing"]} == {"up", "down"}
     assert "blocks.1" in {slope.place for slope in report.slopes if slope.verdict == "fail"}
 
 
 def test_branches_that_are_divided_twice_are_found_by_their_gradients():
     report = check(lambda width, depth: net(width, depth, twice=True))
-    assert [each.cause for each in report.diagnoses if not each.is_caution] == ["branch twice"]
+    assert [diagnosis.cause for diagnosis in report.diagnoses if not diagnosis.is_caution] == ["branch twice"]
     (slope,) = {
-        round(one.slope, 1) for one in report.slopes if (one.place, one.quantity, one.step) == ("blocks.1.up", GRAD_X, 1)
+        round(slope.slope, 1)
+        for slope in report.slopes
+        if (slope.place, slope.quantity, slope.step) == ("blocks.1.up", GRAD_X, 1)
     }
     assert -1.1 < slope < -0.7  # one more power of the depth
 
@@ -100,7 +102,7 @@ def test_what_is_learned_less_under_alpha_one_half_is_its_doing():
     found = reading(1.0, 1.0, place="blocks.0.down")
     readings = [replace(found, depth=x, step=step, rms=x**-0.5 if step > 1 else 1.0) for x in (2, 8, 32) for step in (1, 2, 3)]
     report = Report(readings, faults={}, plans={GridPoint("smupar", 64, 1.0, 32): plan})
-    assert [each.cause for each in report.diagnoses] == ["lazy"]
+    assert [diagnosis.cause for diagnosis in report.diagnoses] == ["lazy"]
     assert "depth='completep'" in report.explain()
 
 

@@ -393,7 +393,7 @@ def test_fault_inside_attention_is_not_blamed_on_a_scale_that_is_set():
             block.norm_attention.weight.fill_(64 / block.norm_attention.weight.numel())
 
     report = check(weaker_when_wider, widths=(64, 256), densities=(1,), seeds=(0, 1, 2))
-    failing = [one.place for one in report.slopes if one.verdict == FAIL and one.step == 1]
+    failing = [slope.place for slope in report.slopes if slope.verdict == FAIL and slope.step == 1]
     assert failing
     assert all("attention" in place for place in failing)
     assert list(causes(report)) == ["elsewhere"], report.explain()

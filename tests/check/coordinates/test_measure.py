@@ -40,7 +40,7 @@ def assert_sizes(report, place, quantity, values, **where):
 
 
 def assert_no_reading(report, place, quantity):
-    assert not [one for one in report.readings if (one.place, one.quantity) == (place, quantity)]
+    assert not [reading for reading in report.readings if (reading.place, reading.quantity) == (place, quantity)]
 
 
 def with_grad(values):
@@ -154,9 +154,9 @@ def test_sizes_of_a_transposed_linear_equal_a_reference_by_hand():
 def test_change_of_y_is_zero_while_nothing_is_learned_and_counts_from_init():
     batches = batches_of(3)
     still = check(batches=batches, steps=3, optimizer=torch.optim.SGD, lr=0.0)
-    changes = [one for one in still.readings if one.quantity == CHANGE]
-    assert {one.step for one in changes} == {1, 2, 3}
-    assert {one.rms for one in changes} == {0.0}
+    changes = [reading for reading in still.readings if reading.quantity == CHANGE]
+    assert {reading.step for reading in changes} == {1, 2, 3}
+    assert {reading.rms for reading in changes} == {0.0}
 
     # Always on the first batch and against the untrained model, whatever batch was trained on last.
     report = check(batches=batches, steps=3, lr=0.01)
@@ -197,7 +197,7 @@ def test_sizes_do_not_depend_on_activations_in_place():
 
 def test_blocks_and_logits_are_reported_beside_layers():
     report = check(lambda width: GPT(ModelConfig(width=width, depth=1, head_dim=8)), batches=token_batches(1, vocab=256))
-    kinds = {(one.place, one.kind, one.role) for one in report.readings if one.quantity == Y}
+    kinds = {(reading.place, reading.kind, reading.role) for reading in report.readings if reading.quantity == Y}
     assert kinds == {
         ("embedding", "layer", "embedding"),
         ("blocks.0.attention.qkv", "layer", "hidden"),
@@ -210,7 +210,10 @@ def test_blocks_and_logits_are_reported_beside_layers():
         ("unembedding", "layer", "unembedding"),
         ("", "block", "logits"),
     }
-    assert {one.place for one in report.readings if one.quantity == GRAD_X} >= {"blocks.0.attention", "blocks.0.mlp"}
+    assert {reading.place for reading in report.readings if reading.quantity == GRAD_X} >= {
+        "blocks.0.attention",
+        "blocks.0.mlp",
+    }
 
 
 def test_a_lookup_table_called_hidden_is_measured():
@@ -222,10 +225,10 @@ def test_a_lookup_table_called_hidden_is_measured():
 @pytest.mark.parametrize("num_rows", [None, 5])
 def test_a_layer_that_is_applied_twice_is_measured(num_rows):
     report = check(lambda width: Shared(width, num_rows), optimizer=torch.optim.SGD, lr=0.0)
-    changes = [one for one in report.readings if one.quantity == CHANGE and one.place == "inner"]
+    changes = [reading for reading in report.readings if reading.quantity == CHANGE and reading.place == "inner"]
     assert changes
-    assert {one.step for one in changes} == {1}  # there is no change before the first step
-    assert {one.rms for one in changes} == {0.0}  # nothing was learned: each call is compared with itself
+    assert {reading.step for reading in changes} == {1}  # there is no change before the first step
+    assert {reading.rms for reading in changes} == {0.0}  # nothing was learned: each call is compared with itself
 
 
 @pytest.mark.parametrize(("num_sequences", "length"), [(512, 5), (64, 16), (300, 7)])
@@ -242,7 +245,10 @@ def test_a_large_batch_is_sampled_at_all_positions_alike(num_sequences, length):
 def test_two_runs_give_identical_readings():
     first, second = (check(steps=2, seeds=2, batches=batches_of(2)) for _ in range(2))
     assert first.readings == second.readings
-    assert len({one.rms for one in first.readings if (one.place, one.quantity, one.step) == ("left", Y, 1)}) == 4
+    assert (
+        len({reading.rms for reading in first.readings if (reading.place, reading.quantity, reading.step) == ("left", Y, 1)})
+        == 4
+    )
 
 
 def test_readings_do_not_depend_on_the_callers_random_state():
@@ -375,9 +381,9 @@ def test_recurrent_layers_are_measured_as_blocks_and_their_matrices_as_parts(tmp
     report = smupar.coord_check(
         Recurrent, popping_loss, sequences(2), base_width=16, widths=np.array([16, 64]), steps=2, seeds=1, progress=False
     )
-    assert {one.quantity for one in report.readings if one.place == "rnn"} >= {Y, GRAD_X}
+    assert {reading.quantity for reading in report.readings if reading.place == "rnn"} >= {Y, GRAD_X}
     for name in ("rnn.weight_ih_l0", "rnn.weight_hh_l0"):
-        (part,) = [one for one in report.readings if one.place == name and (one.width, one.step) == (64, 1)]
+        (part,) = [reading for reading in report.readings if reading.place == name and (reading.width, reading.step) == (64, 1)]
         assert (part.kind, part.role, part.quantity) == ("part", "hidden", DY)
         assert part.rms > 0
     assert "unmeasured" not in {diagnosis.cause for diagnosis in report.diagnoses}
@@ -408,4 +414,4 @@ def test_probe_leaves_running_statistics_and_dropout_alone():
     models = []
     report = check(make_model=Noisy, prepare=lambda model, plan: models.append(model), lr=1e-12, steps=3)
     assert {int(model.norm.num_batches_tracked) for model in models} == {3}
-    assert max(one.rms for one in report.readings if one.quantity == CHANGE) < 1e-5
+    assert max(reading.rms for reading in report.readings if reading.quantity == CHANGE) < 1e-5

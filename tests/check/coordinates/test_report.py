@@ -35,7 +35,7 @@ def test_ok_is_about_the_rules_that_are_no_baselines():
     plan = smupar.make_plan(Fork(64), base=Fork(32))
 
     def made(**exponents):
-        readings = [one for rule, exponent in exponents.items() for one in power_law(exponent, rule=rule)]
+        readings = [reading for rule, exponent in exponents.items() for reading in power_law(exponent, rule=rule)]
         return Report(readings, faults={}, plans={GridPoint(rule, 64, 1.0, None): plan for rule in exponents})
 
     both = made(sp=0.5, smupar=0.0)
@@ -73,15 +73,15 @@ def test_json_holds_every_number(report, tmp_path):
     read = strict_json(text)
     assert read["format"] == "smupar-coordinates/2"
     assert (read["ok"], read["verdicts"]) == (report.ok, report.verdicts)
-    assert [Reading(**one) for one in read["readings"]] == report.readings
-    saved = [replace(one, step=0, is_mean=False) if one.is_mean else one for one in report.slopes]
-    assert [Slope(**one) for one in read["slopes"]] == saved
-    assert [one["cause"] for one in read["diagnoses"]] == [one.cause for one in report.diagnoses]
+    assert [Reading(**reading) for reading in read["readings"]] == report.readings
+    saved = [replace(slope, step=0, is_mean=False) if slope.is_mean else slope for slope in report.slopes]
+    assert [Slope(**slope) for slope in read["slopes"]] == saved
+    assert [diagnosis["cause"] for diagnosis in read["diagnoses"]] == [diagnosis.cause for diagnosis in report.diagnoses]
 
 
 def test_json_of_one_seed_is_json():
     read = strict_json(check().to_json())  # one seed has no confidence interval
-    assert {one["num_seeds"] for one in read["slopes"]} == {1}
+    assert {slope["num_seeds"] for slope in read["slopes"]} == {1}
 
 
 def test_plot_writes_a_png(report, tmp_path):
@@ -111,8 +111,8 @@ def test_html_is_one_page_that_needs_no_other_file(report, tmp_path):
         (TITLES[rule], report.verdicts[rule].upper()) for rule in sorted(report.rules, key=lambda rule: rule in ("sp", "mup"))
     ]
     table = [dict(zip(shown["table"]["columns"], row, strict=True)) for row in shown["table"]["rows"]]
-    deciding = [one for one in report.slopes if one.quantity in JUDGED and decides(one)]
-    assert sorted(row["slope"] for row in table) == pytest.approx(sorted(one.slope for one in deciding), rel=1e-5)
+    deciding = [slope for slope in report.slopes if slope.quantity in JUDGED and decides(slope)]
+    assert sorted(row["slope"] for row in table) == pytest.approx(sorted(slope.slope for slope in deciding), rel=1e-5)
     assert {row["place"] for row in table} >= {"left", "logits"}
     assert len(shown["charts"]) == 3 * 3 * 2  # quantities, rules, axes
     first = shown["charts"][0]

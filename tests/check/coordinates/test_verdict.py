@@ -33,7 +33,7 @@ def test_slopes_over_both_axes_hold_the_other_one_fixed():
     readings = [
         reading(density, width**1.0 * density**-0.5, width=width) for width in (64, 128, 256) for density in (1.0, 0.25)
     ]
-    found = {(one.axis, one.where): one.slope for one in slopes(readings)}
+    found = {(slope.axis, slope.where): slope.slope for slope in slopes(readings)}
     assert found == pytest.approx(
         {
             ("width", "density 1"): 1.0,
@@ -100,8 +100,10 @@ def test_overall_is_the_worst_verdict():
 
 def test_later_steps_are_judged_by_their_mean():
     # Step 3 alone is steep, as one chaotic gradient is; the mean of steps 2 to 4 is (0.1 + 1.0 + 0.1) / 3.
-    readings = [one for step, exponent in ((1, 0.0), (2, 0.1), (3, 1.0), (4, 0.1)) for one in power_law(exponent, step=step)]
-    found = {one.when: one for one in slopes(readings)}
+    readings = [
+        measured for step, exponent in ((1, 0.0), (2, 0.1), (3, 1.0), (4, 0.1)) for measured in power_law(exponent, step=step)
+    ]
+    found = {slope.when: slope for slope in slopes(readings)}
     assert found["step 3"].verdict == FAIL
     assert found["mean of later steps"].slope == pytest.approx(0.4)
     assert found["mean of later steps"].verdict == PASS
@@ -111,8 +113,8 @@ def test_later_steps_are_judged_by_their_mean():
 @pytest.mark.parametrize(("last", "verdict"), [(3, PASS), (5, PASS), (6, UNCLEAR), (10, UNCLEAR)])
 def test_logits_that_go_on_shrinking_are_no_exception(last, verdict):
     where = {"axis": "width", "xs": (64, 128, 256), "role": "logits", "kind": "block", "place": ""}
-    found = slopes([one for step in range(1, last + 1) for one in power_law(-0.6, step=step, **where)])
-    later = next(one for one in found if one.is_mean)
+    found = slopes([measured for step in range(1, last + 1) for measured in power_law(-0.6, step=step, **where)])
+    later = next(slope for slope in found if slope.is_mean)
     assert later.slope == pytest.approx(-0.6)
     # Three steps may be too few for a readout to learn, and up to step 5 they are half of the mean. Between 0.5 and 0.8 is
     # neither flat nor a power.
@@ -130,7 +132,7 @@ def test_logits_whose_interval_reaches_into_the_exception_ask_for_more_seeds(ci,
 
 def test_confidence_interval_of_three_seeds_is_students():
     # Slopes 0.1, 0.2, 0.3: standard deviation 0.1, two degrees of freedom, t = 4.30.
-    (found,) = slopes([one for seed in range(3) for one in power_law(0.1 * (seed + 1), seed=seed)])
+    (found,) = slopes([measured for seed in range(3) for measured in power_law(0.1 * (seed + 1), seed=seed)])
     assert found.slope == pytest.approx(0.2)
     assert found.ci == pytest.approx(4.30 * 0.1 / math.sqrt(3), abs=1e-6)
     assert found.num_seeds == 3
@@ -138,24 +140,26 @@ def test_confidence_interval_of_three_seeds_is_students():
 
 
 def test_confidence_interval_counts_no_more_than_three_places_as_independent():
-    readings = [one for place in "abcdef" for seed in range(3) for one in power_law(0.1 * (seed + 1), seed=seed, place=place)]
+    readings = [
+        measured for place in "abcdef" for seed in range(3) for measured in power_law(0.1 * (seed + 1), seed=seed, place=place)
+    ]
     # Slopes 0.1, 0.2, 0.3 in all six places: standard deviation 0.1; 3 x 2 degrees of freedom, t = 2.45, not 12 and 2.18.
-    for one in slopes(readings):
-        assert one.ci == pytest.approx(2.45 * 0.1 / math.sqrt(3), abs=1e-6)
+    for slope in slopes(readings):
+        assert slope.ci == pytest.approx(2.45 * 0.1 / math.sqrt(3), abs=1e-6)
 
 
 def test_confidence_interval_pools_places_of_one_kind_and_no_others():
     readings = [
-        one
+        measured
         for seed in range(3)
-        for one in (
+        for measured in (
             *power_law(0.1 * (seed + 1), seed=seed, place="a"),
             *power_law(0.0, seed=seed, place="b"),
             *power_law(0.5 * seed, seed=seed, place="c", kind="block", role="block"),
             *power_law(0.05 * seed, seed=seed, place="a", quantity=DY),
         )
     ]
-    found = {(one.place, one.quantity): one.ci for one in slopes(readings)}
+    found = {(slope.place, slope.quantity): slope.ci for slope in slopes(readings)}
     # Squares 0.02 of a and 0 of b over 2 + 2 degrees of freedom: variance 0.005, t = 2.78.
     pooled = 2.78 * math.sqrt(0.005) / math.sqrt(3)
     assert found == pytest.approx(
@@ -197,9 +201,9 @@ def test_zero_initialised_readout_raises_no_alarm(axis, optimizer):
         lr=2**-8 if optimizer is torch.optim.AdamW else 0.1,
         **{"base_width": 64, "densities": (1,), "steps": 3, "seeds": 3, **axis},
     )
-    first = [one for one in report.slopes if one.step == 1 and one.place == "hidden.0"]
-    assert {one.quantity for one in first} == {Y}  # nothing flows back through zeros
-    assert FAIL not in {one.verdict for one in report.slopes}
+    first = [slope for slope in report.slopes if slope.step == 1 and slope.place == "hidden.0"]
+    assert {slope.quantity for slope in first} == {Y}  # nothing flows back through zeros
+    assert FAIL not in {slope.verdict for slope in report.slopes}
     assert report.verdicts["smupar"] != FAIL
     report.explain()
 
@@ -213,7 +217,7 @@ def test_slope_whose_interval_lies_between_the_thresholds_is_a_drift():
 
 
 def test_drift_has_a_verdict_and_a_remedy_that_agree():
-    readings = [one for seed in range(5) for one in power_law(-0.28, seed=seed)]
+    readings = [measured for seed in range(5) for measured in power_law(-0.28, seed=seed)]
     report = check(seeds=2)
     report.readings, report.slopes, report.diagnoses = readings, slopes(readings), []
     words = report.explain()
@@ -252,7 +256,7 @@ def test_only_gradients_into_a_fixed_size_over_width_may_align(changes):
 @pytest.mark.parametrize(("num_entries", "slope", "verdict"), [((8, 8, 8), 0.0, PASS), ((8, 16, 32), 0.5, UNCLEAR)])
 def test_gradient_of_a_block_that_reads_a_fixed_size_may_grow_like_a_random_sum(num_entries, slope, verdict):
     sizes = power_law(0.5, axis="width", xs=(64, 128, 256), kind="block", role="block", quantity=GRAD_X)
-    (found,) = slopes([replace(one, num_entries=num) for one, num in zip(sizes, num_entries, strict=True)])
+    (found,) = slopes([replace(measured, num_entries=num) for measured, num in zip(sizes, num_entries, strict=True)])
     assert found.slope == pytest.approx(slope, abs=1e-9)
     assert found.verdict == verdict
 
@@ -262,7 +266,7 @@ def test_gradients_are_judged_relative_to_the_gradient_that_arrives_at_the_outpu
     inside = power_law(-0.5, xs=xs, place="inside", **where)
     beside = power_law(-0.5, xs=xs, place="beside", role="router", **where)  # was divided by what arrives at itself
     of_loss = power_law(-0.5, xs=xs, place="head", role="unembedding", axis="width", quantity=OF_LOSS)
-    alone = {one.place: one.slope for one in slopes([*inside, *beside]) if one.step == 1}
-    together = {one.place: one.slope for one in slopes([*inside, *beside, *of_loss]) if one.step == 1}
+    alone = {slope.place: slope.slope for slope in slopes([*inside, *beside]) if slope.step == 1}
+    together = {slope.place: slope.slope for slope in slopes([*inside, *beside, *of_loss]) if slope.step == 1}
     assert alone == pytest.approx({"inside": -0.5, "beside": -0.5})
     assert together == pytest.approx({"inside": 0.0, "beside": -0.5, "head": -0.5}, abs=1e-9)

@@ -33,8 +33,8 @@ def test_moving_masks_are_seen():
     def moving(model, plan, optimizers):
         return smupar.RigL(model, plan, optimizers, every=2, stop=24)
 
-    assert "masks move" in [each.cause for each in check(sparsifier=moving).diagnoses]
-    assert "masks move" not in [each.cause for each in check().diagnoses]
+    assert "masks move" in [diagnosis.cause for diagnosis in check(sparsifier=moving).diagnoses]
+    assert "masks move" not in [diagnosis.cause for diagnosis in check().diagnoses]
 
 
 def test_run_that_diverges_fails_and_is_named():
@@ -95,5 +95,5 @@ def test_whole_runs_are_compared_over_depth_at_the_same_places():
         f"blocks.{number}.{layer}" for number in (0, 1) for layer in ("mix.0", "mix.2", "up", "down")
     }
     # A factor that was forgotten or counted twice makes slopes of gradients 1 or -1, in the layer that ends a branch or inside.
-    slopes = {one.kind: one.slopes[1] for one in found.drifts if one.quantity == "grad X"}
+    slopes = {drift.kind: drift.slopes[1] for drift in found.drifts if drift.quantity == "grad X"}
     assert max(map(abs, slopes.values())) < 0.35, slopes

@@ -108,13 +108,13 @@ def test_fault_is_named_and_is_no_news_where_it_is_absent(cause):
 
 
 def test_decay_that_stops_is_dated():
-    (stopped,) = [each for each in report(**PLANTED["decay stopped"]).diagnoses if each.cause == "decay stopped"]
+    (stopped,) = [diagnosis for diagnosis in report(**PLANTED["decay stopped"]).diagnoses if diagnosis.cause == "decay stopped"]
     assert "its weights stop decaying after step 128" in stopped.evidence
 
 
 def test_run_whose_decay_differs_from_the_densest_is_coupled():
     found = report(decay={"fc2.weight": 3.2, "fc3.weight": 3.2})
-    assert [each.cause for each in found.diagnoses] == ["decay"]
+    assert [diagnosis.cause for diagnosis in found.diagnoses] == ["decay"]
     assert "decay 32 times as fast as in the densest model" in found.explain()
 
 
@@ -122,7 +122,7 @@ def test_shorter_looks_of_a_run_that_ended_early_are_compared_as_far_as_they_go(
     found = report()
     cell, own = next(reversed(found.observations.items()))
     short = replace(own, at=own.at[:4], num_steps=9, sizes={q: {n: v[:4] for n, v in r.items()} for q, r in own.sizes.items()})
-    kept = [each for each in found.readings if each.density == 1 or each.step <= 8]
+    kept = [reading for reading in found.readings if reading.density == 1 or reading.step <= 8]
     again = RunReport(kept, {}, found.plans, {**found.observations, cell: short})
     assert max(step for drift in again.drifts for step in drift.slopes) == 8
 

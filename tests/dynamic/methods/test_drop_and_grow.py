@@ -102,8 +102,8 @@ def test_number_of_ones_is_constant_and_nothing_leaves_the_mask(kind, name):
         assert_nothing_off_mask(model, optimizers)
         if not moved:
             assert_same_tensors(masks_of(model), before)
-        assert all(model.get_parameter(one).isfinite().all() for one in SIZES)
-    assert all(not torch.equal(mask, start[one]) for one, mask in masks_of(model).items())
+        assert all(model.get_parameter(name).isfinite().all() for name in SIZES)
+    assert all(not torch.equal(mask, start[name]) for name, mask in masks_of(model).items())
     assert sparsifier.densities == dict.fromkeys(SIZES, 0.25)
 
 
@@ -119,7 +119,7 @@ def test_nothing_leaves_the_mask_while_it_shrinks(kind, name):
         train(model, optimizers, sparsifier, [step])
         assert_nothing_off_mask(model, optimizers)
         after = masks_of(model)
-        assert all(not (after[one] & ~before[one]).any() for one in SIZES)
+        assert all(not (after[name] & ~before[name]).any() for name in SIZES)
         before = after
     assert counts(model) == share(1 / 4)
 
@@ -174,10 +174,10 @@ def test_set_grows_other_weights_in_each_layer_and_step():
         before = masks_of(model)
         train(model, optimizer, sparsifier, [step])
         grown += [masks_of(model)[name] & ~before[name] for name in ("up.weight", "down.weight")]
-    positions = [set(one.flatten().nonzero().flatten().tolist()) for one in grown]
-    for index, one in enumerate(positions):
-        assert len(one) > 30
-        assert all(len(one & other) < len(one) / 2 for other in positions[:index])
+    positions = [set(mask.flatten().nonzero().flatten().tolist()) for mask in grown]
+    for index, grown_here in enumerate(positions):
+        assert len(grown_here) > 30
+        assert all(len(grown_here & other) < len(grown_here) / 2 for other in positions[:index])
 
 
 class Routed(nn.Module):

@@ -48,9 +48,9 @@ def test_gmp_ends_at_the_rounded_count_where_stop_is_no_multiple_of_every(densit
         moved += train(model, optimizer, gmp, [step])
         seen.append(counts(model))
         assert_nothing_off_mask(model, [optimizer])
-    assert [step for step, one in enumerate(moved, 1) if one] == [2, 5, 7]
+    assert [step for step, has_moved in enumerate(moved, 1) if has_moved] == [2, 5, 7]
     for name in SIZES:
-        falling = [one[name] for one in seen]
+        falling = [record[name] for record in seen]
         assert falling == sorted(falling, reverse=True)
         assert falling[2] == SIZES[name] > falling[5] > falling[7]
     assert counts(model) == {"mix.weight": mix, "up.weight": up, "down.weight": up}

@@ -286,10 +286,10 @@ def test_restart_leaves_weights_alone_where_a_fused_step_overflowed(num_steps):
 
 
 def test_rates_of_two_models_in_one_optimizer_are_refused():
-    (one, its), (other, others) = make(1.0), make(1.0, seed=1)
-    groups = [smupar.param_groups(model, plan, lr=0.01) for model, plan in ((one, its), (other, others))]
+    (model, plan), (other, others) = make(1.0), make(1.0, seed=1)
+    groups = [smupar.param_groups(model, plan, lr=0.01) for model, plan in ((model, plan), (other, others))]
     optimizer = torch.optim.AdamW(groups[0] + groups[1])
-    smupar.GMP(one, its, optimizer, density=1 / 2, every=1, stop=2)
+    smupar.GMP(model, plan, optimizer, density=1 / 2, every=1, stop=2)
     with pytest.raises(ValueError, match="give each model its own optimizer"):
         smupar.GMP(other, others, optimizer, density=1 / 16, every=1, stop=2)
 

@@ -76,8 +76,8 @@ def matrix(model, name):
 
 
 def assert_same_weights(a, b, **tolerance):
-    for name, one in a.named_parameters():
-        first = matrix(a, name) if name in HIDDEN else one
+    for name, parameter in a.named_parameters():
+        first = matrix(a, name) if name in HIDDEN else parameter
         second = matrix(b, name) if name in HIDDEN else b.get_parameter(name)
         torch.testing.assert_close(first, second, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
 

@@ -256,8 +256,8 @@ def test_captured_passes_give_the_results_of_plain_ones(backend):
     graph.replay()
     torch.cuda.synchronize()
     ours = [tensor.clone() for tensor in captured]
-    for one, other in zip(ours, passes(), strict=True):
-        assert relative(one, other.double()) < 5e-3
+    for mine, other in zip(ours, passes(), strict=True):
+        assert relative(mine, other.double()) < 5e-3
 
 
 # Models

@@ -61,7 +61,7 @@ def load():
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert library.library().smupar_forward_f32
-    return [str(each.message) for each in said]
+    return [str(warning.message) for warning in said]
 
 
 def load_in_a_new_process():

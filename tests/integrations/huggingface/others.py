@@ -22,8 +22,8 @@ def pictures(width):
 
 
 def two_stacks(width, **more):
-    each = {"layers": 2, "attention_heads": width // 16, "ffn_dim": 2 * width}
-    stacks = {f"{stack}_{name}": value for stack in ("encoder", "decoder") for name, value in each.items()}
+    sizes = {"layers": 2, "attention_heads": width // 16, "ffn_dim": 2 * width}
+    stacks = {f"{stack}_{name}": value for stack in ("encoder", "decoder") for name, value in sizes.items()}
     return {"d_model": width, "vocab_size": 64, "decoder_start_token_id": 0, **stacks, **SPECIAL, **more}
 
 

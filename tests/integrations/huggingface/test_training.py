@@ -263,7 +263,7 @@ def accelerated(folder, *, steps, resume=False):
     accelerator.register_for_checkpointing(rigl)
     if resume:
         accelerator.load_state(folder)
-    tokens = torch.stack([one["input_ids"] for one in sequences(16)])
+    tokens = torch.stack([sequence["input_ids"] for sequence in sequences(16)])
     while rigl.num_steps < steps:
         accelerator.backward(wrapped(input_ids=tokens, labels=tokens).loss)
         accelerator.clip_grad_norm_(wrapped.parameters(), 1.0)
@@ -320,11 +320,11 @@ def on_a_rank(rank, folder):
 def test_trainer_on_two_processes_agrees_with_one(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     mp.spawn(on_a_rank, (str(tmp_path),), nprocs=2)
-    one = Run(tmp_path / "one", model=gpt2(**NO_DROPOUT), what="RigL").train().state
+    alone = Run(tmp_path / "one", model=gpt2(**NO_DROPOUT), what="RigL").train().state
     first, second = (torch.load(tmp_path / f"rank-{rank}.pt") for rank in (0, 1))
     assert same(first, second)
     assert same(huggingface.load(tmp_path / "two" / "checkpoint-12")[0].state_dict(), first)
-    for name, tensor in one.items():
+    for name, tensor in alone.items():
         if name.endswith("_mask"):
             assert (tensor == first[name]).float().mean() > 0.99
         else:

@@ -62,7 +62,7 @@ def assert_same_run(folder, reference, steps=30):
     assert [getattr(a, name) for name in names] == [getattr(b, name) for name in names]
     assert a.status == "finished"
     assert rows(folder) == rows(reference)
-    traces = [Path(one) / "trace.json" for one in (folder, reference)]
+    traces = [Path(place) / "trace.json" for place in (folder, reference)]
     assert len({trace.read_text() if trace.exists() else None for trace in traces}) == 1
 
 

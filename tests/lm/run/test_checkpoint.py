@@ -220,7 +220,9 @@ def test_damaged_line_of_metrics_is_named_and_the_others_stay(finished, config, 
     file.write_bytes(b"\n".join(lines))
     with pytest.warns(UserWarning, match=r"metrics\.jsonl: line \d+ is damaged and left out") as caught:
         train(config, replace(HOW, out=str(folder)))
-    assert [str(one.message).split(": ")[1] for one in caught] == [f"line {n} is damaged and left out" for n in (4, 6, 8)]
+    assert [str(warning.message).split(": ")[1] for warning in caught] == [
+        f"line {n} is damaged and left out" for n in (4, 6, 8)
+    ]
     whole = rows(finished[0])
     assert rows(folder) == [row for number, row in enumerate(whole) if number not in (3, 5, 7)]
 

@@ -36,13 +36,13 @@ def _train(model, optimizers, steps):
     for step in steps:
         tokens = torch.randint(256, (2, 17), generator=torch.Generator().manual_seed(step))
         next_token_loss(model, (tokens[:, :-1], tokens[:, 1:])).backward()
-        for one in optimizers:
-            one.step()
-            one.zero_grad()
+        for optim in optimizers:
+            optim.step()
+            optim.zero_grad()
 
 
 def _group_of(optimizers, parameter):
-    groups = [g for one in optimizers for g in one.param_groups if any(parameter is p for p in g["params"])]
+    groups = [g for optim in optimizers for g in optim.param_groups if any(parameter is p for p in g["params"])]
     assert len(groups) == 1
     return groups[0]
 
@@ -74,7 +74,7 @@ def test_optimizer_trains_three_steps_and_keeps_masked_weights_at_zero(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_optimizers_hold_every_parameter_once(name):
     model, _, optimizers = _made(optimizer=name)
-    held = [id(p) for one in optimizers for group in one.param_groups for p in group["params"]]
+    held = [id(p) for optim in optimizers for group in optim.param_groups for p in group["params"]]
     assert sorted(held) == sorted(id(parameter) for parameter in model.parameters())
     assert len(optimizers) == (2 if name == "muon" else 1)
 
@@ -158,11 +158,11 @@ def test_rest_lr_is_that_of_the_adamw_beside_muon():
 @pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
 def test_set_lr_keeps_the_ratios_of_groups_and_forgets_what_came_before(name):
     _, _, optimizers = _made(optimizer=name, rest_lr=0.002)
-    peaks = [group["lr"] for one in optimizers for group in one.param_groups]
+    peaks = [group["lr"] for optim in optimizers for group in optim.param_groups]
     assert len(set(peaks)) > 1
     for share in (0.25, 0.0, 1.0, 0.1):
         set_lr(optimizers, share)
-        rates = [group["lr"] for one in optimizers for group in one.param_groups]
+        rates = [group["lr"] for optim in optimizers for group in optim.param_groups]
         assert rates == pytest.approx([share * peak for peak in peaks])
 
 

@@ -33,13 +33,13 @@ TINY = RunConfig(
 
 @pytest.fixture
 def config(tmp_path):
-    """Of a run on a text that takes no time to read."""
+    """The configuration of a run on a text that takes no time to read."""
     write_tokens(tmp_path / "text", np.arange(4000) % 97, TokenizerInfo("bytes", 256, 0, "b"))
     return replace(TINY, data=str(tmp_path / "text"))
 
 
 def _events(folder: Path) -> list[dict[str, float]]:
-    """Of TensorBoard, as rows."""
+    """What TensorBoard got, as rows."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     accumulator = EventAccumulator(str(folder))
@@ -52,7 +52,7 @@ def _events(folder: Path) -> list[dict[str, float]]:
 
 
 def _history(folder: Path) -> list[dict[str, float]]:
-    """Of Weights & Biases, from the file that `wandb sync` would send."""
+    """What Weights & Biases got, as rows, from the file that `wandb sync` would send."""
     from wandb.proto import wandb_internal_pb2
     from wandb.sdk.internal.datastore import DataStore
 

@@ -24,19 +24,19 @@ def matrices(model):
 
 
 def test_same_seed_gives_same_weights_and_masks_whatever_the_global_rng():
-    one, _ = make(global_seed=1, seed=7)
-    two, _ = make(global_seed=2, seed=7)
-    assert_same_tensors(matrices(one), matrices(two))
-    assert_same_tensors(masks_of(one), masks_of(two))
+    first, _ = make(global_seed=1, seed=7)
+    second, _ = make(global_seed=2, seed=7)
+    assert_same_tensors(matrices(first), matrices(second))
+    assert_same_tensors(masks_of(first), masks_of(second))
 
 
 def test_other_seed_gives_other_weights_and_masks():
-    one, _ = make(seed=0)
-    two, _ = make(seed=1)
-    for name, mask in masks_of(one).items():
+    first, _ = make(seed=0)
+    second, _ = make(seed=1)
+    for name, mask in masks_of(first).items():
         # Two random quarters of 1024 share 64 +- 6 positions.
-        assert 30 < (mask & masks_of(two)[name]).sum() < 100
-    assert not any(torch.equal(a, b) for a, b in zip(matrices(one).values(), matrices(two).values(), strict=True))
+        assert 30 < (mask & masks_of(second)[name]).sum() < 100
+    assert not any(torch.equal(a, b) for a, b in zip(matrices(first).values(), matrices(second).values(), strict=True))
 
 
 def test_layers_of_one_shape_get_masks_of_their_own():

@@ -270,7 +270,7 @@ def test_deepcopy_then_attach_trains_as_the_original():
     model, plan = make()
     twin = copy.deepcopy(model)
     smupar.attach(twin, plan)
-    runs = [train(one, adamw(one, plan), 5) for one in (model, twin)]
+    runs = [train(net, adamw(net, plan), 5) for net in (model, twin)]
     assert runs[0] == runs[1]
     assert_same_tensors(twin.state_dict(), model.state_dict())
 

@@ -123,7 +123,7 @@ def check_compiled(model, plan, forward, steps=3):
     assert off_mask(model, lambda p: p.grad) == 0
     model.zero_grad()
     twin.zero_grad()
-    run, eager_run = (train(one, adamw(one, plan), steps, forward=call) for one, call in ((model, forward), (twin, twin)))
+    run, eager_run = (train(net, adamw(net, plan), steps, forward=call) for net, call in ((model, forward), (twin, twin)))
     assert run == pytest.approx(eager_run, rel=1e-4)
     assert off_mask(model, lambda p: p) == 0
 
@@ -159,7 +159,7 @@ def test_attach_and_param_groups_take_a_compiled_model():
     before = compiled(tokens_of()[0])
     smupar.attach(compiled, plan)  # rebuilds the factors, which the compiled forward must still apply
     assert torch.equal(compiled(tokens_of()[0]), before)
-    groups, plain = (smupar.param_groups(one, plan, lr=1e-2) for one in (compiled, model))
+    groups, plain = (smupar.param_groups(net, plan, lr=1e-2) for net in (compiled, model))
     assert [group["lr"] for group in groups] == [group["lr"] for group in plain]
     assert [list(map(id, group["params"])) for group in groups] == [list(map(id, group["params"])) for group in plain]
 

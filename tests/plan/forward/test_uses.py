@@ -44,16 +44,16 @@ class Stateful(nn.Module):
 @pytest.mark.parametrize("training", [True, False])
 def test_look_leaves_model_base_example_and_random_state_alone(training):
     model, base, x = Stateful(32).train(training), Stateful(8).train(training), torch.randn(4, 8)
-    before = [copy.deepcopy(each.state_dict()) for each in (model, base)]
+    before = [copy.deepcopy(net.state_dict()) for net in (model, base)]
     versions = [parameter._version for parameter in (*model.parameters(), *base.parameters(), x)]
     state = torch.get_rng_state()
     smupar.make_plan(model, base=base, example=x)
     assert torch.equal(torch.get_rng_state(), state)
-    for each, values in zip((model, base), before, strict=True):
-        torch.testing.assert_close(each.state_dict(), values, rtol=0, atol=0)
-        assert (each.num_calls, each.cache, each.training, each.norm.training) == (0, [], training, training)
-        assert not each._forward_hooks
-        assert not each._forward_pre_hooks
+    for net, values in zip((model, base), before, strict=True):
+        torch.testing.assert_close(net.state_dict(), values, rtol=0, atol=0)
+        assert (net.num_calls, net.cache, net.training, net.norm.training) == (0, [], training, training)
+        assert not net._forward_hooks
+        assert not net._forward_pre_hooks
     assert [parameter._version for parameter in (*model.parameters(), *base.parameters(), x)] == versions
     assert torch.backends.mha.get_fastpath_enabled()
 

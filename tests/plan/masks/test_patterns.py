@@ -111,10 +111,10 @@ def test_bernoulli_leaves_the_count_to_chance(shape, in_dims):
 def test_fan_in_keeps_the_same_number_for_every_neuron(shape, in_dims, density):
     mask = draw("fan_in", shape, in_dims, density)
     rows = by_neuron(mask, in_dims)
-    each = math.floor(density * rows.shape[1] + Fraction(1, 2))
+    num_kept = math.floor(density * rows.shape[1] + Fraction(1, 2))
     assert tuple(mask.shape) == shape
-    assert set(rows.sum(1).tolist()) == {each}
-    assert int(mask.sum()) == count("fan_in", shape, in_dims, density) == each * len(rows)
+    assert set(rows.sum(1).tolist()) == {num_kept}
+    assert int(mask.sum()) == count("fan_in", shape, in_dims, density) == num_kept * len(rows)
     assert mask.is_contiguous()
 
 

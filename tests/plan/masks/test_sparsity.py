@@ -183,11 +183,11 @@ def test_neuron_trains_like_the_narrower_dense_network(optimizer, options, activ
         x = torch.randn(16, 7, generator=data, dtype=torch.float64)
         y = torch.randint(5, (16,), generator=data)
         losses = []
-        for model, one in zip((wide, narrow), optimizers, strict=True):
-            one.zero_grad()
+        for model, optim in zip((wide, narrow), optimizers, strict=True):
+            optim.zero_grad()
             loss = F.cross_entropy(model(x), y)
             loss.backward()
-            one.step()
+            optim.step()
             losses.append(loss.item())
         assert losses[0] == pytest.approx(losses[1], rel=1e-9)
         assert_same()

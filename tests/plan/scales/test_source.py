@@ -39,5 +39,5 @@ def test_two_threads_never_parse_at_once(monkeypatch):
 
     with monkeypatch.context() as patched, ThreadPoolExecutor(2) as pool:
         patched.setattr(ast, "parse", parse_beside_another)
-        errors = [each.exception() for each in [pool.submit(divides_by, kind(), "scale") for kind in (First, Second)]]
+        errors = [future.exception() for future in [pool.submit(divides_by, kind(), "scale") for kind in (First, Second)]]
     assert {type(error) for error in errors} == {threading.BrokenBarrierError}

@@ -52,23 +52,23 @@ def stamps(folder):
 def test_measured_runs_of_a_study_follow_the_best_run_of_the_proxy(study):
     folder, found = study
     results = Study(folder).results()
-    proxies = [one for one in results if one.config.record]
-    assert {one.config.lr for one in proxies} == {0.002, 0.008, 0.03}
-    assert {one.config.model.width for one in proxies} == {32}
-    assert all((folder / "runs" / one.config.id / "trace.json").exists() for one in proxies)
+    proxies = [result for result in results if result.config.record]
+    assert {result.config.lr for result in proxies} == {0.002, 0.008, 0.03}
+    assert {result.config.model.width for result in proxies} == {32}
+    assert all((folder / "runs" / result.config.id / "trace.json").exists() for result in proxies)
     best = min(proxies, key=lambda one: one.loss)
     (trace,) = folder.glob("*.trace.json")
     assert trace.read_text() == (folder / "runs" / best.config.id / "trace.json").read_text()
-    followers = [one for one in results if one.config.follow]
+    followers = [result for result in results if result.config.follow]
     assert len(followers) == 2 * 3
-    assert {Path(one.config.follow).name for one in followers} == {trace.name}
-    assert {one.config.rule for one in followers} == {"smupar"}
+    assert {Path(result.config.follow).name for result in followers} == {trace.name}
+    assert {result.config.rule for result in followers} == {"smupar"}
     assert "measured updates" in found
 
 
 def test_measured_runs_are_those_of_the_trainer(study, tmp_path):
     folder, _ = study
-    result = next(one for one in Study(folder).results() if one.config.follow and one.config.sparsity == 0.75)
+    result = next(result for result in Study(folder).results() if result.config.follow and result.config.sparsity == 0.75)
     summary = train(result.config, Execution(out=str(tmp_path / "run"), device="cpu", peak_tflops=0.1))
     assert summary.train_loss == pytest.approx(result.loss, rel=1e-4)
     ours, theirs = (Trace.load(path / "trace.json") for path in (tmp_path / "run", folder / "runs" / result.config.id))
@@ -109,7 +109,7 @@ def test_study_that_lost_a_measured_run_runs_that_alone(study, tmp_path):
     folder, found = study
     moved = tmp_path / "elsewhere"
     shutil.copytree(folder, moved)
-    lost = next(one.config for one in Study(moved).results() if one.config.follow)
+    lost = next(result.config for result in Study(moved).results() if result.config.follow)
     shutil.rmtree(moved / "runs" / lost.id)
     before = stamps(moved)
     assert run_transfer(moved) == found
@@ -120,34 +120,36 @@ def test_study_that_lost_a_measured_run_runs_that_alone(study, tmp_path):
 def test_serial_engine_gives_the_same_study(study, tmp_path):
     run_transfer(tmp_path / "study", FLAGS + "--rules measured --sparsities 0.75", engine="serial")
     theirs = {
-        (one.config.lr, one.config.sparsity, bool(one.config.follow)): one.loss
-        for one in Study(study[0]).results()
-        if one.config.rule == "smupar"
+        (result.config.lr, result.config.sparsity, bool(result.config.follow)): result.loss
+        for result in Study(study[0]).results()
+        if result.config.rule == "smupar"
     }
-    ours = [one for one in Study(tmp_path / "study").results() if one.config.follow]
+    ours = [result for result in Study(tmp_path / "study").results() if result.config.follow]
     assert len(ours) == 3
-    for one in ours:
-        assert one.loss == pytest.approx(theirs[one.config.lr, one.config.sparsity, True], rel=1e-4)
+    for result in ours:
+        assert result.loss == pytest.approx(theirs[result.config.lr, result.config.sparsity, True], rel=1e-4)
 
 
 def test_transfer_with_gmp_compares_the_density_of_the_moment_with_the_paper(tmp_path):
     flags = FLAGS + "--rules smupar moment measured --sparsities 0.75 --dynamic gmp --mask-every 4"
     found = run_transfer(tmp_path / "study", flags)
     results = Study(tmp_path / "study").results()
-    targets = [one for one in results if one.config.model.width == 64]
+    targets = [result for result in results if result.config.model.width == 64]
     assert len(targets) == 9
-    assert all(one.config.dynamic == "gmp" and one.summary.sparsity == pytest.approx(0.75, abs=1e-3) for one in targets)
-    by_rule = {(one.config.correction, bool(one.config.follow)) for one in targets}
+    assert all(
+        result.config.dynamic == "gmp" and result.summary.sparsity == pytest.approx(0.75, abs=1e-3) for result in targets
+    )
+    by_rule = {(result.config.correction, bool(result.config.follow)) for result in targets}
     assert by_rule == {("fixed", False), ("moment", False), ("moment", True)}
-    assert len({one.loss for one in targets}) == 9
+    assert len({result.loss for result in targets}) == 9
     assert "density of the moment" in found
-    assert all(one.config.dynamic == "none" for one in results if one.config.model.width == 32)
+    assert all(result.config.dynamic == "none" for result in results if result.config.model.width == 32)
 
 
 def test_optimizer_that_cannot_be_stacked_is_measured_by_the_trainer(tmp_path):
     flags = FLAGS.replace("--steps 20", "--steps 6") + "--rules measured --sparsities 0.75 --optimizer nadam"
     assert "measured updates" in run_transfer(tmp_path / "study", flags)
-    followers = [one for one in Study(tmp_path / "study").results() if one.config.follow]
+    followers = [result for result in Study(tmp_path / "study").results() if result.config.follow]
     assert len(followers) == 3
 
 
@@ -155,8 +157,11 @@ def test_proxy_may_be_shorter_and_shallower_than_what_follows_it(tmp_path):
     flags = FLAGS.replace("--depth 1", "--depth 3") + "--rules measured --sparsities 0.75 --proxy-depth 2 --proxy-steps 10"
     run_transfer(tmp_path / "study", flags)
     results = Study(tmp_path / "study").results()
-    assert {(one.config.model.depth, one.config.steps, one.config.record) for one in results} == {(2, 10, True), (3, 20, False)}
-    follower = next(one.config for one in results if one.config.follow)
+    assert {(result.config.model.depth, result.config.steps, result.config.record) for result in results} == {
+        (2, 10, True),
+        (3, 20, False),
+    }
+    follower = next(result.config for result in results if result.config.follow)
     proxy = Trace.load(next((tmp_path / "study").glob("*.trace.json")))
     assert proxy.num_steps == 10
     assert len(proxy.effects) == 2 * 5
@@ -177,5 +182,5 @@ def test_sweep_over_dynamic_methods_runs_as_one_stack(tmp_path):
         execute(study, configs, engine="stacked", device="cpu")
         study.write_table()
     results = study.results(configs)
-    assert [one.summary.sparsity for one in results] == pytest.approx([0.75] * 4, abs=1e-3)
-    assert len({one.loss for one in results}) == 4
+    assert [result.summary.sparsity for result in results] == pytest.approx([0.75] * 4, abs=1e-3)
+    assert len({result.loss for result in results}) == 4

@@ -32,7 +32,7 @@ def test_group_that_is_split_may_mix_seeds(serial, tmp_path, monkeypatch):
     monkeypatch.setattr("smupar.study.stacks.size.MOST_STACKED", 3)
     configs = list(grid(TINY, AXES))
     ours = run(tmp_path / "study", "stacked", configs).results(configs)
-    assert [one.loss for one in ours] == pytest.approx([one.loss for one in serial.results(configs)], rel=1e-4)
+    assert [result.loss for result in ours] == pytest.approx([result.loss for result in serial.results(configs)], rel=1e-4)
 
 
 def test_optimizer_that_cannot_be_stacked_goes_through_the_trainer(tmp_path, capfd):

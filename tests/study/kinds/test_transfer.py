@@ -37,7 +37,7 @@ def curve(optimum, sparsity=0.0, rule="sp", is_proxy=False, floor=3.0):
     ],
 )
 def test_moves_to_the_edge_of_the_grid_are_not_said_to_be_known(optima, words):
-    assert move_in_words([curve(one) for one in optima]) == words
+    assert move_in_words([curve(optimum) for optimum in optima]) == words
 
 
 @pytest.mark.parametrize(

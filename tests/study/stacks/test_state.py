@@ -183,7 +183,7 @@ def test_study_that_grows_leaves_what_was_begun_in_its_stacks(tmp_path, whole, m
     grown = [replace(RUN, lr=2.0**-9), *RATES]
     ends = run_whole(study.folder, grown)
     assert {run: ends[run] for run in ends_of(whole)} == ends_of(whole)
-    sizes = [(len(one.runs), one.size) for one in recorded_divisions(study, [config.id for config in grown])]
+    sizes = [(len(division.runs), division.size) for division in recorded_divisions(study, [config.id for config in grown])]
     assert sorted(sizes) == [(1, 1), (5, 3)]
 
 

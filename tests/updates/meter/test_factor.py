@@ -141,7 +141,7 @@ def test_factor_is_in_force_during_a_step_and_gone_behind_it(proxy, kind):
     follower = smupar.follow_updates(model, plan, optimizer, trace=proxy)
     smupar.audit(model, plan, optimizer)
     make_scheduler = SCHEDULERS[kind]
-    schedulers = [make_scheduler(one) for one in (optimizer, plain)] if make_scheduler else []
+    schedulers = [make_scheduler(optim) for optim in (optimizer, plain)] if make_scheduler else []
     seen = used_lrs(optimizer)
     for number in range(5):
         planned = {id(p): group["lr"] / group["lr_factor"] for group in plain.param_groups for p in group["params"]}

@@ -224,7 +224,7 @@ def test_effect_under_ddp_is_the_mean_square_over_the_inputs_of_both_ranks(both)
     seen = [found["ddp"]["record"] for found in both]
     assert not torch.equal(seen[0]["inputs"]["up.weight"], seen[1]["inputs"]["up.weight"])
     for name in HIDDEN:
-        parts = [squares(one["inputs"][name], as_out_in(name, one["updates"][name])) for one in seen]
+        parts = [squares(record["inputs"][name], as_out_in(name, record["updates"][name])) for record in seen]
         expected = math.sqrt(sum(total for total, _ in parts) / sum(num for _, num in parts)) / 0.01
         assert effects(seen[0])[name][0] == pytest.approx(expected, rel=1e-4)
 
@@ -233,11 +233,11 @@ def test_effect_under_fsdp_is_that_of_every_rank_on_its_own_rows(both):
     seen = [found["fsdp"]["record"] for found in both]
     for name in HIDDEN:
         parts = []
-        for rank, one in enumerate(seen):
-            update = one["updates"][name]
+        for rank, record in enumerate(seen):
+            update = record["updates"][name]
             # Of (out, in) a rank has some outputs; of (in, out) it would have some inputs, so there the whole is looked at.
             own = update.T if name == "mix.weight" else update.chunk(WORLD)[rank]
-            parts.append(squares(one["inputs"][name], own))
+            parts.append(squares(record["inputs"][name], own))
         expected = math.sqrt(sum(total for total, _ in parts) / sum(num for _, num in parts)) / 0.01
         assert effects(seen[0])[name][0] == pytest.approx(expected, rel=1e-4)
 

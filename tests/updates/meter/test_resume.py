@@ -40,14 +40,14 @@ def test_stopped_run_goes_on_bit_for_bit(proxy, name, follows, stop):
     whole = start_run(name, proxy, follows)
     go_on(whole, range(stop))
     meter = json.loads(json.dumps(whole[2].state_dict()))
-    parts = copy.deepcopy([whole[0].state_dict(), [one.state_dict() for one in whole[1]]])
+    parts = copy.deepcopy([whole[0].state_dict(), [optim.state_dict() for optim in whole[1]]])
     moving = copy.deepcopy(whole[3].state_dict()) if whole[3] else None
     go_on(whole, range(stop, 28))
 
     again = start_run(name, proxy, follows)
     again[0].load_state_dict(parts[0])
-    for one, state in zip(again[1], parts[1], strict=True):
-        one.load_state_dict(state)
+    for optim, state in zip(again[1], parts[1], strict=True):
+        optim.load_state_dict(state)
     again[2].load_state_dict(meter)
     if moving:
         again[3].load_state_dict(moving)

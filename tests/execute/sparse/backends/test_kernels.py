@@ -267,12 +267,12 @@ def test_blocks_are_found_among_the_values_from_both_sides(size):
     assert block_size(mask) == size
     values, matrix = values_in(mask)
     index = blocks_index(mask, size, 0)
-    each = torch.arange(size)
+    offsets = torch.arange(size)
     for lines, expected, turn in ((index.rows, matrix, False), (index.columns, matrix.T, True)):
         found = torch.zeros_like(expected)
         for line in range(len(lines.starts) - 1):
             for k in range(int(lines.starts[line]), int(lines.starts[line + 1])):
-                at = int(lines.origins[k]) * size + each[:, None] * int(lines.strides[k]) * size + each
+                at = int(lines.origins[k]) * size + offsets[:, None] * int(lines.strides[k]) * size + offsets
                 other = int(lines.indices[k]) * size
                 block = values[at]
                 found[line * size : (line + 1) * size, other : other + size] = block.T if turn else block

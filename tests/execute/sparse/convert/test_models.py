@@ -238,8 +238,8 @@ def test_checkpoint_brings_back_masks_that_moved_and_became_fewer(tmp_path):
 def test_checkpoint_is_read_by_a_model_that_keeps_its_weights_another_way(tmp_path, backends):
     world = World(0, 1, torch.device("cpu"), "ddp")
     (model, plan), (again, _) = gpt(), gpt()
-    for one, backend in zip((model, again), backends, strict=True):
-        smupar.sparsify_storage(one, plan, backend=backend)
+    for converted, backend in zip((model, again), backends, strict=True):
+        smupar.sparsify_storage(converted, plan, backend=backend)
     optimizer, resumed = adamw(model, plan), adamw(again, plan)
     train(model, optimizer, 3)
     checkpoint.save(tmp_path, 3, model, [optimizer], {}, world)

@@ -33,7 +33,10 @@ def test_base_config_keeps_heads_and_proportions(kind):
     assert getattr(base, inside) == (getattr(config, inside) and getattr(config, inside) // 2)
     assert config.hidden_size == 64  # not changed
     assert type(base) is type(config)
-    wide, narrow = ({one.path: one.module for one in find_attentions(model_class(each))} for each in (config, base))
+    wide, narrow = (
+        {attention.path: attention.module for attention in find_attentions(model_class(chosen_config))}
+        for chosen_config in (config, base)
+    )
     assert wide.keys() == narrow.keys()
     for path, attention in wide.items():
         assert attention.scaling == narrow[path].scaling  # heads of the same size
@@ -149,7 +152,7 @@ def batches(kind, steps):
         return [dict(zip(("pixel_values", "labels"), images(128, step, doubt=0.5), strict=True)) for step in range(steps)]
     text, _ = split(standard_library())
     tokens = [read_batch(text, seed=0, step=step, batch_size=16, seq_len=32)[0].long() for step in range(steps)]
-    return [{"input_ids": one, "labels": one, "attention_mask": torch.ones_like(one)} for one in tokens]
+    return [{"input_ids": row, "labels": row, "attention_mask": torch.ones_like(row)} for row in tokens]
 
 
 def check(kind, *, layers=1, settings=CHECK, **axis):

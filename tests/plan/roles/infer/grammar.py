@@ -55,7 +55,7 @@ class Part(nn.Module):
         for name, (weight, truth) in weights.items():
             setattr(self, name, weight if isinstance(weight, nn.Module) else nn.Parameter(weight))
             if isinstance(truth, dict):  # of a module with several weights, by their names
-                self.truth |= {f"{name}.{leaf}": each for leaf, each in truth.items()}
+                self.truth |= {f"{name}.{leaf}": role for leaf, role in truth.items()}
             else:
                 self.truth[f"{name}.weight" if isinstance(weight, nn.Module) else name] = truth
 
@@ -197,8 +197,8 @@ def experts(width, rng):
 
     def use(p, x, *_):
         shares = (p.router(x) if isinstance(p.router, nn.Module) else x @ p.router).softmax(-1)
-        each = torch.einsum("btef,efd->bted", F.gelu(torch.einsum("btd,edf->btef", x, p.into)), p.out)
-        return (shares[..., None] * each).sum(2)
+        outputs = torch.einsum("btef,efd->bted", F.gelu(torch.einsum("btd,edf->btef", x, p.into)), p.out)
+        return (shares[..., None] * outputs).sum(2)
 
     return Part({"router": router, "into": (raw(3, width, size), into), "out": (raw(3, size, width), out)}, use)
 
@@ -257,8 +257,8 @@ def stacked(width, rng):
     members = nn.ParameterList(raw(width, size) for _ in range(3))
 
     def use(p, x, *_):
-        each = torch.einsum("btd,edf->betf", x.double(), torch.stack([weight.double() for weight in p.members]))
-        return p.back(each.float().sum(1))
+        outputs = torch.einsum("btd,edf->betf", x.double(), torch.stack([weight.double() for weight in p.members]))
+        return p.back(outputs.float().sum(1))
 
     return Part({"members": (members, dict.fromkeys("012", HIDDEN_BACK)), "back": (nn.Linear(size, width), HIDDEN)}, use)
 
