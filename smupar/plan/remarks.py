@@ -62,8 +62,11 @@ def about_set_numbers(multipliers: tuple[Multiplier, ...]) -> list[Note]:
 
 
 def about_summed_numbers(summed: list[Multiplier]) -> list[Note]:
-    """A note on the numbers that have to follow the width, since they multiply sums over it."""
-    text = f"left to follow the width, since they multiply only sums over the width: {', '.join(map(str, summed))}"
+    """A note on the numbers that have to follow the width, since they multiply sums over it, or are sqrt(d) in a norm."""
+    text = (
+        "left to follow the width, since they multiply only sums over the width, or vectors that were divided by their "
+        f"length: {', '.join(map(str, summed))}"
+    )
     return [Note("multipliers", text, False)] if summed else []
 
 

@@ -32,6 +32,7 @@ class Flow:
     scores: frozenset[int] = frozenset()  # events: the dot products from which it was computed element by element
     mixed: frozenset[int] = frozenset()  # events: dot products that a weight has summed since, as one that mixes heads does
     shares: frozenset[int] = frozenset()  # events: the dot products whose softmax it is
+    lengths: frozenset[int] = frozenset()  # events: the length by which it was divided, if its mark is "unit"
     # "norm" (a length), "rms", "unit" (divided by its length), "square", "product", "difference", "distance" (its square) or
     # "weighted" (times a parameter)
     mark: str = ""

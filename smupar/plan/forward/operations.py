@@ -225,7 +225,7 @@ class Operations(UsageRecorder):
         if name in _SOFTMAX:
             return replace(flow, shares=flow.scores | flow.mixed, scores=frozenset(), mixed=frozenset()), ()
         if len(data) == 1 and name in ("mul", "div"):
-            flow = self._times(flow, args[:2], data[0])
+            flow = self._times(name, flow, args[:2], data[0])
         if len(data) == 1 and name in _KEEP_ENDS:
             flow = replace(flow, ends=self.known_of(data[0]).flow.ends)
         if name == "add" and len(data) == 2 and data[0].shape == data[1].shape:
@@ -233,7 +233,16 @@ class Operations(UsageRecorder):
         if name == "mul" and len(data) == 1 and len(inputs) == 2:
             labels = aligned([self.labels_of(tensor) for tensor in inputs if tensor is not data[0]], output.ndim)
             return replace(flow, mark="weighted" if any(labels) else self.known_of(data[0]).flow.mark), labels
-        return replace(flow, mark=self._mark(name, args, inputs, data)), ()
+        mark = self._mark(name, args, inputs, data)
+        return replace(flow, mark=mark, lengths=self._lengths(mark, inputs, output)), ()
+
+    def _lengths(self, mark: str, inputs: list[Tensor], output: Tensor) -> frozenset[int]:
+        """Records that vectors are divided by their lengths, if they are; returns the number of the event."""
+        lengths = next((tensor for tensor in inputs if self.known_of(tensor).flow.mark == "norm"), None)
+        if mark != "unit" or lengths is None:
+            return frozenset()
+        num_lengths = lengths.untyped_storage().nbytes() // lengths.element_size()  # before they were expanded
+        return frozenset({self.add_event("length", [output.numel() // max(num_lengths, 1)])})
 
     def _see_distance(self, name: str, inputs: list[Tensor], output: Tensor) -> None:
         """Records the distances that torch's own operations compute."""
@@ -262,14 +271,17 @@ class Operations(UsageRecorder):
         dim = args[1] if len(args) > 1 else 0
         return self.add_event("join", [tensor.shape[dim] for tensor in inputs if tensor.ndim == output.ndim])
 
-    def _times(self, flow: Flow, args: Any, activation: Tensor) -> Flow:
+    def _times(self, name: str, flow: Flow, args: Any, activation: Tensor) -> Flow:
         """The flow of an activation that is multiplied or divided by a number of the module."""
         factors = [arg for arg in args if arg is not activation]
         if len(factors) != 1 or (isinstance(factors[0], Tensor) and (factors[0].numel() != 1 or factors[0].is_meta)):
             return flow
-        number = Scalar(self.paths[-1], float(factors[0]), set(flow.scores))
+        value, lengths = float(factors[0]), self.known_of(activation).flow.lengths
+        # sqrt(n) times a unit vector of n entries is a norm by the root mean square: its entries have a size of 1.
+        is_rms = name == "mul" and any(math.isclose(value**2, self.usage.events[place].sizes[0]) for place in lengths)
+        number = Scalar(self.paths[-1], value, set(flow.scores | lengths if is_rms else flow.scores))
         self.usage.numbers.append(number)
-        return flow if flow.scores else replace(flow, numbers=flow.numbers | {len(self.usage.numbers) - 1})
+        return flow if number.dots else replace(flow, numbers=flow.numbers | {len(self.usage.numbers) - 1})
 
     def _mark(self, name: str, args: Any, inputs: list[Tensor], data: list[Tensor]) -> str:
         """The mark of a result (``Flow.mark``), which helps to recognise dot products and norms."""

@@ -52,6 +52,7 @@ class Event:
     part   a slice of the output of ``weights``; ``sizes`` are (whole, part)
     dot    a sum of products of two activations that ``weights`` wrote; ``sizes`` is the number of summands
     sum    a sum of entries of an activation that weights made; ``sizes`` is the number of summands
+    length  a vector is divided by its length; ``sizes`` is the number of its entries
     distance  a sum of squares of differences between two activations, or its root; ``sizes`` is the number of summands
     mix    a dot product of which one factor is a softmax of dot products: attention's sum over values
     """
@@ -69,7 +70,9 @@ class Scalar:
 
     path: str
     value: float
-    dots: set[int] = field(default_factory=set)  # places in ``Usage.events`` of the dot products that it multiplies
+    dots: set[int] = field(
+        default_factory=set
+    )  # places in ``Usage.events`` of the dot products or unit vectors that it multiplies
     is_elsewhere: bool = False  # it also multiplies a weight's input or the model's output
 
 

@@ -28,6 +28,7 @@ from smupar.plan.roles.two_widths import (
     numbers_in_sums,
     partly_scaling,
     pass_at_other_width,
+    unit_vectors,
     unscaled_products,
 )
 from smupar.plan.scales.find_attention import find_attentions, is_inside
@@ -83,7 +84,7 @@ def evidence_of(
         notes,
         about,
         usage,
-        in_sums=numbers_in_sums(usage, dots),
+        in_sums=numbers_in_sums(usage, dots | unit_vectors(pairs)),
         unscaled=unscaled_products(usage, pairs),
         has_normed_outputs=is_normed,
     )

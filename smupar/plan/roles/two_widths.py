@@ -81,6 +81,11 @@ def dot_products(usage: Usage, pairs: list[EventPair]) -> set[int]:
     }
 
 
+def unit_vectors(pairs: list[EventPair]) -> set[int]:
+    """The numbers of the events that divide a vector as long as the width by its length."""
+    return {number for number, pair in enumerate(pairs) if pair.base.kind == "length" and pair.ratios != {1}}
+
+
 def unscaled_products(usage: Usage, pairs: list[EventPair]) -> frozenset[int]:
     """The numbers of the dot products that do not grow with the width and are no logits, as those of linear attention with
     heads of fixed size."""
@@ -91,10 +96,11 @@ def unscaled_products(usage: Usage, pairs: list[EventPair]) -> frozenset[int]:
     )
 
 
-def numbers_in_sums(usage: Usage, dots: set[int]) -> frozenset[tuple[str, float]]:
-    """(module path, number) of each number that multiplies only dot products over the width."""
+def numbers_in_sums(usage: Usage, sums: set[int]) -> frozenset[tuple[str, float]]:
+    """(module path, number) of each number that multiplies only ``sums``, the numbers of dot products over the width and of
+    vectors that were divided by their length."""
     numbers = {(number.path, number.value) for number in usage.numbers}
-    others = (number for number in usage.numbers if number.is_elsewhere or not number.dots or not number.dots <= dots)
+    others = (number for number in usage.numbers if number.is_elsewhere or not number.dots or not number.dots <= sums)
     return frozenset(numbers - {(number.path, number.value) for number in others})
 
 

@@ -539,6 +539,30 @@ def test_small_base_and_large_model_are_compared_although_one_runs_without_value
     assert not {"example", "dot product"} & kinds(plan)
 
 
+class UnitNorm(nn.Module):
+    """Divides vectors of ``size`` entries by their length, and multiplies them by ``factor`` times the root of the width."""
+
+    def __init__(self, width, *, size=None, factor=1.0):
+        super().__init__()
+        self.scale, self.shape = factor * width**0.5, (-1, size or width)
+        self.gain = nn.Parameter(torch.zeros(width))
+
+    def forward(self, x):
+        return (F.normalize(x.unflatten(-1, self.shape), dim=-1) * self.scale).flatten(-2) * (self.gain + 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_asked"),
+    [({}, False), ({"size": 8}, True), ({"factor": 3.0}, True)],
+    ids=["the width", "a fixed size", "another number"],
+)
+def test_root_of_the_width_in_a_norm_is_left_alone(settings, is_asked):
+    make = with_block(lambda width: UnitNorm(width, **settings))
+    plan = smupar.make_plan(make(64), base=make(16), example=TOKENS)
+    assert ("multipliers" in plan.pending) == is_asked
+    assert any("left to follow the width" in str(note) for note in plan.notes) != is_asked
+
+
 def test_vector_that_is_summed_is_noted():
     class Pool(nn.Module):
         def __init__(self, width):
