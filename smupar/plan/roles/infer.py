@@ -163,6 +163,8 @@ def _question(neighbours: Neighbours, questions: list[tuple[ParameterView, Case]
         "forward pass shows which weights read the input, which make the output, and over which dimensions they sum."
     )
     failed = "".join(f"\n{note}" for note in evidence.notes if note.kind == "example")
+    if not failed and any(tensor.seen is None for tensor, _ in questions):
+        failed = "\nThe forward pass that was watched does not use all of them: pass example=, a batch that does."
     return (
         "the role of these parameters cannot be inferred:\n"
         + "\n".join(lines)

@@ -539,6 +539,25 @@ def test_small_base_and_large_model_are_compared_although_one_runs_without_value
     assert not {"example", "dot product"} & kinds(plan)
 
 
+class Eyes(nn.Module):
+    """Reads pictures, too, if there are any."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.lm, self.eye = LM(width), nn.Parameter(torch.randn(6, width))
+
+    def forward(self, tokens, pictures=None):
+        return self.lm(tokens) if pictures is None else self.lm.head(pictures @ self.eye)
+
+
+def test_question_about_parameters_that_the_example_does_not_use_says_so():
+    error = refusal(Eyes(64), base=Eyes(16), example=TOKENS, match="does not use all of them: pass example=, a batch that does")
+    assert list(suggested(error)) == ["eye"]
+    both = {"tokens": TOKENS, "pictures": torch.ones(2, 6)}
+    plan = smupar.make_plan(Eyes(64), base=Eyes(16), example=both)
+    assert plan["eye"].role == "embedding"
+
+
 class UnitNorm(nn.Module):
     """Divides vectors of ``size`` entries by their length, and multiplies them by ``factor`` times the root of the width."""
 
