@@ -138,7 +138,7 @@ def _verdict_lines(report: Report) -> list[TextLine]:
     """The verdict of the rules under test with the reasons, then the verdicts of the baselines, whose reasons are on the
     page."""
     under_test = [rule for rule in report.rules if rule not in _BASELINES] or report.rules
-    lines = [TextLine("", "The check passes." if report.ok else "The check does not pass.", "good" if report.ok else "bad")]
+    lines = [TextLine("", report.headline, report.tone)]
     for rule in [*under_test, *(rule for rule in report.rules if rule not in under_test)]:
         verdict = report.verdicts[rule]
         first, *reasons = report.explain_rule(rule)

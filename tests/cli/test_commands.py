@@ -89,7 +89,7 @@ def test_check_without_matplotlib_still_gives_its_verdict(tmp_path):
     assert "Traceback" not in done.stderr
     assert "pip install 'smupar[plot]'" in done.stderr
     verdict, first, *_ = done.stdout.splitlines()
-    assert verdict in ("The check passes.", "The check does not pass.")
+    assert verdict in ("The check passes.", "The check does not pass.", "The check cannot tell yet: run it with more seeds.")
     assert " SmuPar over density" in first
     assert sorted(path.name for path in tmp_path.iterdir()) == ["check.html", "check.json"]
 

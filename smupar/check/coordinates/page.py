@@ -31,7 +31,7 @@ def check_document(report: Report, *, folder: str = "") -> Document:
     return {
         "kind": "check",
         "title": "Coordinate check",
-        "headline": "The check passes." if report.ok else "The check does not pass.",
+        "headline": report.headline,
         "sentence": " ".join(_sentence(reasons, text) for text in shared),
         "answers": [_answer(report, rule, [text for text in reasons[rule] if text not in shared]) for rule in rules],
         "charts": [
@@ -47,7 +47,7 @@ def check_document(report: Report, *, folder: str = "") -> Document:
         "folder": folder,
         "details": [
             *([("Notes", "\n".join(note.removeprefix("note: ") for note in notes))] if notes else []),
-            ("All findings", report.explain()),
+            ("All findings", _typeset(report.explain())),
         ],
         "is_live": False,
         "made": time.time(),
@@ -58,7 +58,13 @@ def _reasons(report: Report, rule: str) -> list[str]:
     """The reasons for a rule's verdict, without lists of layers and quantities, which are in the section "All findings"."""
     first, *reasons = report.explain_rule(rule)
     over = first.partition(f"{report.verdicts[rule].upper()} ")[2]
-    return [over] + [reason.strip().partition(" [")[0] for reason in reasons if not reason.strip().startswith(JUDGED)]
+    texts = [over] + [reason.strip().partition(" [")[0] for reason in reasons if not reason.strip().startswith(JUDGED)]
+    return [_typeset(text) for text in texts]
+
+
+def _typeset(text: str) -> str:
+    """A text for a page. Terminals may lack the sign, so there it is spelled in ASCII."""
+    return text.replace("+-", "±")
 
 
 def _shared_reasons(reasons: dict[str, list[str]]) -> list[str]:

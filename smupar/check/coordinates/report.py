@@ -28,6 +28,7 @@ from smupar.check.coordinates.verdict import (
 )
 from smupar.output.files import write_atomic
 from smupar.output.page import write_page
+from smupar.output.page.document import Tone
 from smupar.output.pictures import save_figure
 from smupar.plan.plan import Plan
 from smupar.rules import get_rule
@@ -65,10 +66,27 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        under_test = [rule for rule in self.rules if rule not in ("sp", "mup")] or self.rules
-        return all(self.verdicts[rule] == PASS for rule in under_test)
+        return self._overall == {PASS}
+
+    @property
+    def _overall(self) -> set[str]:
+        """The verdicts of the rules under test."""
+        verdicts = self.verdicts
+        return {verdicts[rule] for rule in [rule for rule in self.rules if rule not in ("sp", "mup")] or self.rules}
 
     # Words
+
+    @property
+    def headline(self) -> str:
+        if self.ok:
+            return "The check passes."
+        if self._overall <= {PASS, UNCLEAR}:
+            return "The check cannot tell yet: run it with more seeds."
+        return "The check does not pass."
+
+    @property
+    def tone(self) -> Tone:
+        return "good" if self.ok else "unclear" if self._overall <= {PASS, UNCLEAR} else "bad"
 
     def explain(self) -> str:
         """The verdict of each rule, the reason, and what to do."""

@@ -44,7 +44,10 @@ def test_ok_is_about_the_rules_that_are_no_baselines():
     assert not made(sp=0.0, smupar=0.5).ok
     assert not made(sp=0.5, mup=0.5).ok  # nothing else was asked about
     assert made(mup=0.0).ok
-    assert not made(smupar=0.3).ok  # more seeds is not a pass
+    unclear = made(sp=0.5, smupar=0.3)
+    assert not unclear.ok  # more seeds is not a pass
+    assert (unclear.headline, unclear.tone) == ("The check cannot tell yet: run it with more seeds.", "unclear")
+    assert (made(sp=0.3, smupar=0.5).headline, both.headline) == ("The check does not pass.", "The check passes.")
 
 
 def test_explain_has_titles_and_verdicts(report):
