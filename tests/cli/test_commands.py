@@ -100,6 +100,7 @@ def test_dry_run_of_the_paper_preset_prints_its_size(command):
     lines = {line.split()[0]: line for line in done.stdout.splitlines()}
     assert lines["parameters"].split() == ["parameters", "606,519,972"]
     assert "11,752 steps of 504 x 2048; 20 for each parameter" in lines["tokens"]
+    assert lines["machine"].startswith("machine     1 H200, not this computer")
 
 
 def test_preset_depends_on_the_rule(command):

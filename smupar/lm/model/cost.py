@@ -24,6 +24,7 @@ from smupar.refusals import refuse
 
 # Dense bf16 TFLOP/s from the datasheets. Keys are parts of device names.
 _PEAK_TFLOPS = {"H200": 990, "H100": 990, "B200": 2250, "A100": 312, "L40S": 362, "4090": 165, "V100": 125}
+_H200_GIB = 139.0
 _GIB = 2**30
 # Usable share of a GPU's memory: estimates are rough, and torch reserves some memory.
 _USABLE = 0.8
@@ -84,6 +85,7 @@ class Forecast:
     peak_tflops: float
     micro_batch: int
     is_sharded: bool
+    seconds_here: float | None = None  # on this machine, if it has no GPU
 
     @property
     def hours(self) -> float:
@@ -96,13 +98,17 @@ class Forecast:
     @property
     def values(self) -> dict[str, Any]:
         """The forecast as plain values, for programs."""
-        about = ("gpus", "gpu_gib", "peak_share", "peak_tflops", "micro_batch", "hours", "memory_gib")
+        about = ("gpus", "gpu_gib", "peak_share", "peak_tflops", "micro_batch", "hours", "memory_gib", "seconds_here")
         return {**{name: getattr(self, name) for name in about}, "cost": asdict(self.cost), "config": asdict(self.config)}
 
     def __str__(self) -> str:
         config, cost, model = self.config, self.cost, self.config.model
         sparsity = plan_on_meta(config).hidden_sparsity
+        is_h200 = (self.gpu_gib, self.peak_tflops) == (_H200_GIB, _PEAK_TFLOPS["H200"])
+        plural = "s" if self.gpus > 1 else ""
+        gpu = f"H200{plural}" if is_h200 else f"GPU{plural} of {self.gpu_gib:g} GiB and {self.peak_tflops:g} TFLOP/s"
         lines = {
+            "machine": f"{self.gpus} {gpu}, not this computer: --gpus, --gpu-gib and --peak-tflops describe others",
             "model": f"GPT, width {model.width}, depth {model.depth}, {model.num_heads} heads of {model.head_dim}, MLP of "
             f"{model.inner_width}, vocabulary {model.vocab_size:,}",
             "rule": f"{config.rule}, base width {config.base_width}; {sparsity:.4g} of the hidden weights are zero "
@@ -117,9 +123,11 @@ class Forecast:
             f"weights, gradients, optimizer and masks{' (a shard of them)' if self.is_sharded else ''}, "
             f"{cost.activation_bytes / _GIB:.1f} for the activations of {self.micro_batch} sequences (--micro-batch)"
             + ("" if self.memory_gib <= self.gpu_gib else ": TOO MUCH"),
-            "time": f"{in_words(3600 * self.hours)} on {self.gpus} GPU{'s' if self.gpus > 1 else ''} at {self.peak_share:.0%} "
+            "time": f"{in_words(3600 * self.hours)} on {self.gpus} GPU{plural} at {self.peak_share:.0%} "
             f"of {self.peak_tflops:g} TFLOP/s",
         }
+        if self.seconds_here is not None:
+            lines["here"] = f"about {in_words(self.seconds_here)} on this CPU, from the measured speed of a large product"
         return "\n".join(f"{name:<12}{text}" for name, text in lines.items())
 
 
@@ -137,7 +145,10 @@ def forecast(config: RunConfig, how: Execution, *, gpus: int, gpu_gib: float, pe
     sharded, peak_tflops = how.parallel == "fsdp" and gpus > 1, how.peak_tflops or _PEAK_TFLOPS["H200"]
     micro_batch = how.micro_batch or fitting_micro_batch(config, num_ranks=gpus, sharded=sharded, memory=gpu_gib * _GIB)
     cost = estimate(config, num_ranks=gpus, micro_batch=micro_batch, sharded=sharded)
-    return Forecast(config, cost, gpus, gpu_gib, peak_share, peak_tflops, micro_batch, sharded)
+    here = None
+    if not torch.cuda.is_available():
+        here = cost.usual_flops / (peak_share * peak_flops(torch.device("cpu"), config.dtype))
+    return Forecast(config, cost, gpus, gpu_gib, peak_share, peak_tflops, micro_batch, sharded, here)
 
 
 def _is_multiplied(row: PlanRow, config: RunConfig) -> bool:

@@ -163,6 +163,7 @@ def test_report_has_the_numbers():
     assert "134,679,972 (22.2%)" in lines["non-zeros"]
     assert "12,130,320,384 = 11,752 steps of 504 x 2048; 20 for each parameter" in lines["tokens"]
     assert "the usual 6 x parameters x tokens: 4.41e+19" in lines["FLOPs"]
+    assert lines["machine"].split(",")[0].split()[1:] == ["8", "H200s"]
     assert "3.4 hours on 8 GPUs at 45% of 990 TFLOP/s" in lines["time"]
 
 
