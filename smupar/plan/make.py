@@ -21,6 +21,7 @@ from smupar.plan.roles.evidence import Evidence, without_scores
 from smupar.plan.roles.infer import ParamRole, infer_roles
 from smupar.plan.scales.multipliers import Multiplier, chosen, find_multipliers, in_sums
 from smupar.plan.settings import DEFAULTS, CheckedSettings, Settings, refuse_unknown
+from smupar.refusals import refuse
 from smupar.rules import SP, depth_factor, two_terms
 
 
@@ -42,6 +43,9 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings, *, has_values
     The caller issues the plan's warnings, so that they point at the user's line.
     """
     refuse_unknown(settings)
+    refuse(
+        not isinstance(base, nn.Module), f"base must be a module, got {base!r}: pass the model at base width, make(base_width)"
+    )
     settings = {**DEFAULTS, **settings}
     checked = CheckedSettings.read(settings)
     roles, evidence = infer_roles(model, base, delta=settings["delta"], roles=settings["roles"], example=settings["example"])
@@ -52,6 +56,7 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings, *, has_values
     choice = settings["multipliers"]
     has_factors = checked.rule is not SP or bool(branches)  # SP leaves the model's own numbers alone
     multipliers, summed = _multipliers(model, base, depth, evidence, choice) if has_factors else (chosen([], choice), [])
+    shows_none = evidence.usage is not None and not evidence.usage.attention
     unscored = without_scores(model, evidence, depth.modules, {role.name for role in roles if role.scaling})
     refuse_scaled_twice(multipliers, depth, branches, choice)
     rows = tuple(_row(role, sparsity, checked, initial_values, depth.m_depth(role.name)) for role in roles)
@@ -69,7 +74,7 @@ def planned(model: nn.Module, base: nn.Module, settings: Settings, *, has_values
         depth=checked.depth.name if depth.lists else "none",
         branches=branches,
         notes=[
-            *notes_on(model, roles, sparsity, checked, depth),
+            *notes_on(model, roles, sparsity, checked, depth, shows_no_attention=shows_none),
             *initial_values.notes,
             *(own_init(model, depth, branches) if has_values else ()),
             *about_set_numbers(multipliers),

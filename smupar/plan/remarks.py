@@ -18,7 +18,13 @@ MIN_WEIGHTS_PER_NEURON = 16
 
 
 def notes_on(
-    model: nn.Module, roles: list[ParamRole], sparsity: Sparsity, checked: CheckedSettings, depth: Correspondence
+    model: nn.Module,
+    roles: list[ParamRole],
+    sparsity: Sparsity,
+    checked: CheckedSettings,
+    depth: Correspondence,
+    *,
+    shows_no_attention: bool,  # whether an example ran, and computed no attention scores under any name
 ) -> list[Note]:
     own_masks = Note(
         "given masks",
@@ -48,7 +54,7 @@ def notes_on(
             )
         )
     has_custom_modules = any(not type(module).__module__.startswith("torch.nn") for module in model.modules())
-    if not attention and has_custom_modules and checked.rule.attention_exponent == -1:
+    if not (attention or shows_no_attention) and has_custom_modules and checked.rule.attention_exponent == -1:
         text = "no attention was recognised; if the model has attention, scale its q.k by plan.attention_scale(head_dim)"
         notes.append(Note("attention", text, False))
     return notes

@@ -19,6 +19,14 @@ def test_attention_scale_is_a_number_and_reading_it_changes_nothing():
     assert "plan.settle('attention_scale')" in plan.pending["attention_scale"]
 
 
+def test_example_without_attention_needs_no_note_about_it():
+    def kinds(**settings):
+        return {note.kind for note in smupar.make_plan(MLP(32), base=MLP(8), **settings).notes}
+
+    assert "attention" in kinds()
+    assert "attention" not in kinds(example=torch.zeros(2, 7))
+
+
 class Projections(nn.Module):
     """Attention under a class name that does not tell, with the projections called as people call them."""
 

@@ -60,7 +60,7 @@ def test_look_leaves_model_base_example_and_random_state_alone(training):
 
 def test_plan_with_an_example_does_not_depend_on_values_or_device():
     plan = smupar.make_plan(TokenNet(32), base=TokenNet(8), example=TEXT)
-    assert plan.to_json() == smupar.make_plan(TokenNet(32), base=TokenNet(8)).to_json()
+    assert plan.rows == smupar.make_plan(TokenNet(32), base=TokenNet(8)).rows
     with_meta = smupar.make_plan(on_meta(TokenNet, 32), base=on_meta(TokenNet, 8), example=TEXT)
     assert plan.diff(with_meta) == []
 
