@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Iterable
 from numbers import Real
@@ -17,6 +18,12 @@ def refuse(is_wrong: object, message: str) -> None:
 def choice(setting: str, value: object, allowed: Iterable[object]) -> None:
     """Raises ValueError if the value is not one of the allowed ones."""
     refuse(value not in allowed, f"{setting} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def near(typed: str, known: Iterable[str]) -> str:
+    """ "did you mean ...?", or "" if no known name is close."""
+    found = difflib.get_close_matches(typed, list(known), n=2, cutoff=0.6)
+    return f"did you mean {' or '.join(found)}?" if found else ""
 
 
 def whole(value: int, setting: str) -> int:

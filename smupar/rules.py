@@ -22,6 +22,8 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
+from smupar.refusals import near
+
 ROLES = ("embedding", "hidden", "unembedding", "router", "vector", "fixed")
 
 
@@ -236,6 +238,7 @@ def depth_factor(m_depth: Fraction, exponent: Fraction) -> float:
 def get_rule(name: str, *, beside: Iterable[str] = ()) -> Rule:
     """The rule of this name. ``beside`` are names of other things that the caller takes as well, for the error."""
     if name not in RULES:
-        meant = f"write {name.lower()!r}" if name.lower() in RULES else f"choose one of {', '.join([*RULES, *beside])}"
-        raise ValueError(f"unknown rule {name!r}: {meant}")
+        known = [*RULES, *beside]
+        meant = f"choose one of {', '.join(known)}; {near(str(name), known)}".removesuffix("; ")
+        raise ValueError(f"unknown rule {name!r}: {f'write {name.lower()!r}' if str(name).lower() in RULES else meant}")
     return RULES[name]

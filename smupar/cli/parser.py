@@ -4,14 +4,13 @@ line that names the flag, what was expected, and the nearest known name."""
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
 from smupar.cli.flags import Flag, Typed, flags_of
-from smupar.refusals import refuse
+from smupar.refusals import near, refuse
 
 Command = Callable[..., Any]
 ALWAYS = ("--json", "--quiet", "--help", "--help-all")  # flags of every command
@@ -109,5 +108,4 @@ def _refuse_unknown(name: str, words: Sequence[str], flags: Sequence[Flag], hidd
 
 def did_you_mean(typed: str, known: Iterable[str]) -> str:
     """ ": did you mean ...?", or ":" if no known name is close."""
-    near = difflib.get_close_matches(typed, list(known), n=2, cutoff=0.6)
-    return f": did you mean {' or '.join(near)}?" if near else ":"
+    return f": {near(typed, known)}".rstrip()

@@ -19,7 +19,7 @@ from smupar.model.parameterize import attach
 from smupar.plan.facts.optimizers import OptimizerFacts, decouples_decay, facts_of, family_of, has_adamw_beside
 from smupar.plan.globs import match_globs
 from smupar.plan.plan import Plan, PlanRow, PlanWarning
-from smupar.refusals import choice, refuse
+from smupar.refusals import choice, finite, refuse
 from smupar.rules import DECAYED
 
 HELD = "held"  # the kind of decay of runs that use ``HeldSizes``
@@ -55,6 +55,8 @@ def param_groups(
     extra         groups of your own, appended as copies. The plan's groups leave out their parameters
     """
     family, weight_decay = family_of(optimizer), float(weight_decay)
+    if not isinstance(lr, Tensor):
+        finite(lr, "lr")
     choice("decay", decay, ("independent", "coupled"))
     choice("eps", eps, ("constant", "width"))
     choice("only", only, (None, "hidden", "rest"))

@@ -16,7 +16,7 @@ from smupar.plan.masks.allocations import Allocation, as_density, uniform
 from smupar.plan.masks.patterns import Pattern, parse_pattern
 from smupar.plan.masks.sparsity import DensitySetting
 from smupar.plan.roles.neighbours import RoleSetting
-from smupar.refusals import finite, refuse, whole
+from smupar.refusals import finite, near, refuse, whole
 from smupar.rules import DepthRule, Rule, get_depth_rule, get_rule
 
 MaskSetting = Mapping[str, Tensor] | str | PathLike[str] | None
@@ -68,7 +68,9 @@ def refuse_unknown(settings: Settings) -> None:
     unknown = settings.keys() - Settings.__annotations__.keys()
     if unknown:
         known = ", ".join(Settings.__annotations__)
-        raise TypeError(f"unknown setting {sorted(unknown)[0]!r}; settings are {known} (density is 1 - sparsity)")
+        first = min(unknown)
+        meant = near(first, Settings.__annotations__)
+        raise TypeError(f"unknown setting {first!r}{meant and ': '}{meant}; settings are {known} (density is 1 - sparsity)")
 
 
 @dataclass(frozen=True)

@@ -522,6 +522,7 @@ REFUSED = [
     ({"weight_decay": 0.1, "no_decay": ["*.bias", "*.gamma"]}, r"no_decay: '\*\.gamma' matches none .*fc1\.weight"),
     ({"decay": "decoupled"}, r"decay must be one of 'independent', 'coupled', got 'decoupled'"),
     ({"eps": "scaled"}, r"eps must be one of 'constant', 'width'"),
+    ({"lr": "1e-3"}, "lr must be a finite number, got '1e-3'"),
     ({"only": "vectors"}, r"only must be one of None, 'hidden', 'rest'"),
     ({"plan": feed_forward_plan}, "the plan belongs to another model"),
     ({"plan": wider_plan}, "another"),
@@ -537,4 +538,4 @@ def test_groups_that_make_no_sense_are_refused(settings, message):
     model, plan = mlp()
     plan = settings["plan"]() if "plan" in settings else plan
     with pytest.raises(ValueError, match=message):
-        smupar.param_groups(model, plan, lr=0.01, **{name: value for name, value in settings.items() if name != "plan"})
+        smupar.param_groups(model, **{"lr": 0.01, **settings, "plan": plan})

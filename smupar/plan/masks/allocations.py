@@ -15,9 +15,11 @@ from smupar.refusals import refuse
 
 def as_density(value: float | Fraction, setting: str = "density") -> Fraction:
     """The exact fraction that a user means by a float such as 1 / 3. Raises if it does not lie in (0, 1]."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    percent = f"; for {value:g} % write {value / 100:g}" if is_number and 1 < value <= 100 else ""
     refuse(
-        isinstance(value, bool) or not isinstance(value, Real) or not 0 < value <= 1,
-        f"{setting} must lie in (0, 1], got {value!r}: it is the share of kept weights, 1 - sparsity",
+        not is_number or not 0 < value <= 1,
+        f"{setting} must lie in (0, 1], got {value!r}: it is the share of kept weights, 1 - sparsity{percent}",
     )
     exact = value if isinstance(value, Fraction) else Fraction(float(value))
     return exact.limit_denominator(10**9) or exact

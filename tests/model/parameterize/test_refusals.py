@@ -64,7 +64,9 @@ BAD = {
     "N:M does not divide": ({"density": None, "pattern": "4:9"}, "4:9 needs dimensions divisible by 9, this one is 32"),
     "N:M at another density": ({"density": 0.25, "pattern": "2:4"}, "2:4 keeps exactly 2/4"),
     "block does not divide": ({"pattern": "block-24"}, "divisible by 24"),
-    "unknown rule": ({"rule": "mu"}, "unknown rule 'mu'"),
+    "unknown rule": ({"rule": "smupr"}, "unknown rule 'smupr': choose one of .*; did you mean smupar"),
+    "base is a width": ({"base": 16}, r"base must be a module, got 16: .*make\(base_width\)"),
+    "density in percent": ({"density": 94}, "for 94 % write 0.94"),
     "unknown pattern": ({"pattern": "checkerboard"}, "unknown pattern 'checkerboard'"),
     "mask of another model": ({"masks": {"layers.0.weight": ONES}}, "'layers.0.weight' is not a parameter of this model"),
     "mask of another width": ({"masks": {"hidden.0.weight": ONES[:16]}}, r"\(16, 32\), the parameter \(32, 32\)"),
@@ -195,3 +197,5 @@ def test_warnings_as_errors_leave_the_model_untouched():
 def test_unknown_setting_is_named_with_the_known_ones():
     with pytest.raises(TypeError, match=r"unknown setting 'sparsity'; settings are rule, density.*1 - sparsity"):
         smupar.parameterize(Tables(64), base=Tables(16), sparsity=0.9)
+    with pytest.raises(TypeError, match=r"unknown setting 'densty': did you mean density or"):
+        smupar.parameterize(Tables(64), base=Tables(16), densty=0.9)
