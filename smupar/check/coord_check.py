@@ -61,7 +61,8 @@ def coord_check(
                   relative depth, after the plan's factors for the depth are divided out
 
     optimizer     a class that takes ``param_groups``, or a function (model, plan) -> optimizer or list of optimizers
-    lr            2^-6 by default, or one for each rule; like weight_decay, only for a class: a function sets its own
+    lr            a number (default 2^-6), or {rule: number}. Pass lr and weight_decay only if optimizer is a class; a function
+                  sets them itself
     scheduler     optimizer -> scheduler; its step() is called after each step
     prepare       function (model, plan) that sets what smupar cannot set, such as an attention scale that it does not find
     allocation    density -> what ``parameterize`` takes as density, such as smupar.erk

@@ -24,7 +24,7 @@ def loading(what: str = "loading PyTorch") -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Turns the garbage collector off while PyTorch is loaded, and makes it skip what was loaded from then on. The half a
+    """Turns the garbage collector off while PyTorch is loaded. Afterwards it skips everything that was loaded. The half a
     million objects of PyTorch live as long as the process, and searching them took a fifth of the time."""
     if "torch" in sys.modules or not gc.isenabled():
         yield

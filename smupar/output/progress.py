@@ -22,10 +22,11 @@ from smupar.output.terminal import can_show, columns, is_terminal
 
 _DRAW_SECONDS = 0.25
 _FIRST_LINE = 2.0  # seconds before the first plain line
-# The time between plain lines is this many seconds, or this share of the time so far if that is longer. So a long log stays
-# short.
+# The time between plain lines is this many seconds, or this share of the time so far if that is longer. So the log of a
+# long run stays short.
 _LINE_SECONDS, _LINE_SHARE = 10.0, 0.02
-# The time left is estimated from the speed in the last half of the time so far, but at least in this many seconds.
+# The time left is estimated from the speed in the last half of the time so far, or in the last _WINDOW seconds if that
+# is longer.
 _WINDOW = 60.0
 _STALL = 5.0  # seconds without growth after which the estimated speed falls
 _LEAST_BAR, _MOST_BAR = 8, 30
@@ -79,7 +80,7 @@ class Clock:
 
 
 def rendered(status: Status, seconds: float, left: float | None, width: int, *, plain: bool = False) -> str:
-    """The line, at most ``width`` columns wide; ASCII only if ``plain``."""
+    """The line, at most ``width`` columns wide. If ``plain``, the bar is drawn in ASCII."""
     time_word = f"{duration(seconds)}" if left is None else f"{duration(left)} left"
     head, bar = "", False
     if status.share is not None:

@@ -179,7 +179,8 @@ class GridRun:
             return SAME_DEPTH
         layers = compared_layers(self.model, self.grid.base, self.plan, partial(self.training.loss_fn, self.model, copy(batch)))
         self.faults += [
-            Finding(f"{path!r} is in no branch that is divided", "branch missing", path) for path in layers.undivided
+            Finding(f"the output of {path!r} passes no branch that a depth factor divides", "branch missing", path)
+            for path in layers.undivided
         ]
         return layers
 

@@ -161,15 +161,15 @@ def _slope_fields(slope: Slope) -> dict[str, Any]:
 
 
 def _undecided(verdict: str, slopes: list[Slope], seeds: int) -> str:
-    # Smaller batches help, because an update sums the gradients of all tokens. On a token, the effect of its own gradient grows
-    # like n, the number of inputs, and the effects of other tokens' gradients only like sqrt(n). With fewer other tokens, this
-    # second part is smaller.
+    # Smaller batches help, because an update sums the gradients of all tokens. A token's own
+    # gradient changes its output in proportion to n, the number of inputs; the gradients of other tokens change it only in
+    # proportion to sqrt(n). With fewer other tokens, this second part is smaller.
     remedy = (
         f"run more seeds (now {seeds})"
         if verdict == UNCLEAR
-        else "certain to lie in between, so more seeds will not change it. Often sums of random terms still matter at these "
-        "widths: use smaller batches (about 16 tokens), larger widths or more weights per neuron, and see whether the drift "
-        "shrinks"
+        else "the whole interval lies between passing and failing, so more seeds will not change the verdict. Often the "
+        "gradients of other tokens are still a large part of the update at these widths: use smaller batches (about 16 "
+        "tokens), larger widths or more weights per neuron, and see whether the drift shrinks"
     )
     count = "1 slope is" if len(slopes) == 1 else f"{len(slopes)} slopes are"
     return f"  {count} neither small nor large, such as {_slope_text(max(slopes, key=_excess))}: {remedy}"

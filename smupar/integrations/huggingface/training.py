@@ -39,8 +39,9 @@ def make_optimizer(model: PreTrainedModel, plan: Plan, args: TrainingArguments, 
 
 
 class SmuparCallback(TrainerCallback):
-    """Audits model and optimizer before the first step, and refuses to train while a reminder of the plan is open. Moves masks
-    after each step, and keeps the state of sparsifiers and traces in the Trainer's checkpoints.
+    """Audits model and optimizer before the first step, and refuses to train while something that the plan asks you to set is
+    not settled. Moves masks after each step, and keeps the state of sparsifiers, traces and observers in the Trainer's
+    checkpoints.
 
     sparsifier   smupar.RigL(model, plan, optimizer, ...), SET, GMP or IMP
     updates      the result of smupar.record_updates or smupar.follow_updates

@@ -20,7 +20,7 @@ from smupar.output.files import write_atomic
 from smupar.output.json_files import DamagedFileError, read_object
 
 BAR_BYTES = 1 << 30  # hashing fewer bytes takes about a second and needs no progress bar
-_SMALL = BAR_BYTES  # a text of up to this size is read at each start, since a disk can damage it and keep its time
+_SMALL = BAR_BYTES  # a text of up to this size is read at each start, since a disk can damage it without changing its time
 _CHUNK = 1 << 22  # bytes that are read at a time
 
 

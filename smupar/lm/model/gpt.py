@@ -59,8 +59,8 @@ class Cache:
 
 
 class LayerCache:
-    """Keys and values of one layer. A full buffer is replaced by one of twice the size, so that each token is copied about once
-    on average."""
+    """Keys and values of one layer. A full buffer is replaced by one for twice the tokens, so that each token is copied about
+    once on average."""
 
     def __init__(self, model_cache: Cache) -> None:
         self.model_cache = model_cache
@@ -179,7 +179,8 @@ class GPT(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Makes embedding and unembedding one tensor. Call it again after ``to_empty``, which unties them."""
+        """Makes embedding and unembedding one tensor if the configuration ties them. Call it again after ``to_empty``, which
+        unties them."""
         if self.config.tied:
             self.unembedding.weight = self.embedding.weight
 
@@ -242,8 +243,8 @@ def flex_alibi(q: Tensor, k: Tensor, v: Tensor, block_mask: BlockMask) -> Tensor
 
 
 def use_flex_attention(model: GPT, length: int) -> None:
-    """Switches to FlexAttention, which keeps no ALiBi bias in memory, for sequences of one length and compiled models on a
-    GPU."""
+    """Switches to FlexAttention, which keeps no ALiBi bias in memory. It needs sequences of one length, and a compiled model on
+    a GPU."""
 
     def causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query >= key
@@ -296,7 +297,7 @@ def set_attention_scale(model: nn.Module, plan: Plan) -> None:
 
 
 def plan_on_meta(config: RunConfig) -> Plan:
-    """The plan that ``build`` would carry out, made without memory for a model of any size."""
+    """The plan that ``build`` would carry out. It takes no memory for weights, so the model may have any size."""
     plan = planned(on_meta(config.model), _base(config), _settings(config), has_values=False)
     warn(cautions(plan), stacklevel=2)
     plan.settle("attention_scale")  # build sets it

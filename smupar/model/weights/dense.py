@@ -78,7 +78,8 @@ class DenseWeight(ModelWeight):
 
     def multiply(self, x: Tensor, *, in_dim: int = 1) -> Tensor:
         kind = kind_of(self.module)
-        # A rank's rows of an (out, in) matrix give complete outputs. Rows of an (in, out) matrix would cover only some inputs.
+        # If the matrix is (out, in), the rows of one rank are enough to compute some outputs completely. Rows of an (in, out)
+        # matrix would cover only some inputs.
         part = local if in_dim == 1 and not kind.is_registered else whole
         return kind.multiply(self.module, part(self.parameter.detach()).to(x.dtype), x, in_dim)
 

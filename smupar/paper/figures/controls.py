@@ -44,7 +44,7 @@ _FACTORS = {
 _FURTHER = 4  # number of times that a sweep may continue
 _FIRST, _OTHERS = (MEASURED, CONSTANT, SMUPAR), ("trust", "rms", "spectral", FUNCTION)
 _UNTUNED = (MEASURED, SMUPAR, FUNCTION)  # whose factor is 1 without any tuning
-_NEAR = 0.005  # a factor counts as good as the best one if it costs no more than this share of the loss
+_NEAR = 0.005  # a factor is near the best one if its loss is higher by no more than this share
 _LAWS = {
     "no averaging": "effect,old=0", "longer averages": "effect,old=0.95", "every step": "effect,every=1",
     "every 25 steps": "effect,every=25", "16 tokens": "effect,tokens=16", "512 tokens": "effect,tokens=512",

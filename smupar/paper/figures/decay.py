@@ -23,7 +23,7 @@ from smupar.study.curves.curves import Line, Panel, Point
 from smupar.study.run_configs import with_fields
 
 DECAYS = (0.0, 0.03, 0.1, 0.2, 0.4)
-_NEAR = 0.005  # a decay counts as good as the best one if it costs no more than this share of the loss
+_NEAR = 0.005  # a decay is near the best one if its loss is higher by no more than this share
 LR = 2.0**-6
 _SETTINGS = {"lr": LR, "schedule": "linear-to-zero", "valid_batches": 20}
 

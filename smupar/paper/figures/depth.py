@@ -22,7 +22,7 @@ from smupar.study.definition import curve_of
 from smupar.study.run_configs import unique, with_fields
 from smupar.study.store import Result
 
-_NEAR = 0.005  # a learning rate counts as good as the best one if it costs no more than this share of the loss
+_NEAR = 0.005  # a learning rate is near the best one if its loss is higher by no more than this share
 _SLOWER = 3  # the longer warm-up, in usual ones
 _RULES = ("completep", "none", "depth-mup")  # the last one is for comparison, and its runs come last
 

@@ -223,7 +223,7 @@ def test_drift_has_a_verdict_and_a_remedy_that_agree():
     words = report.explain()
     assert report.verdicts == {"smupar": DRIFT}
     assert words.startswith("SmuPar: DRIFT over density")
-    assert "more seeds will not change it" in words
+    assert "more seeds will not change the verdict" in words
     assert "smaller batches" in words
     assert "MORE SEEDS" not in words
     assert not report.ok
