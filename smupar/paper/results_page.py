@@ -30,7 +30,7 @@ def index(folder: Path) -> str:
         INDEX_HEADING,
         "",
         f"What has been run at scale {scales}. A claim that does not hold stays here as it is. Claims have parts, and all",
-        "must hold: (5 of 6) means that five do. Runs have weight decay and clipped gradients unless the table says",
+        'must hold: "in part, 5 of 6" means that five do. Runs have weight decay and clipped gradients unless the table says',
         "otherwise.",
         "How to run them, and what the scales are: [reproduce](../reproduce.md).",
         "",
@@ -78,12 +78,15 @@ def _answer_of(published: dict[str, Any]) -> tuple[str, str]:
     return ("in part", f", {parts.count(True)} of {len(parts)}") if True in parts else ("no", "")
 
 
+def _verdict(published: dict[str, Any]) -> str:
+    _, count = _answer_of(published)
+    return f"Holds in part{count}," if count else _VERDICTS[published["holds"]]
+
+
 def _holds(published: dict[str, Any]) -> str:
-    """The verdict, with the number of parts that hold if the parts differ."""
-    answers = [part["holds"] for part in published["claims"]]
-    num_yes = answers.count(True)
-    parts = f" ({num_yes} of {len(answers)})" if 0 < num_yes < len(answers) else ""
-    return _ANSWERS[published["holds"]] + parts + _without(published)
+    """The verdict as in the table of claims."""
+    answer, count = _answer_of(published)
+    return (answer if answer in ("yes", "cannot tell") else f"**{answer}**") + count + _without(published)
 
 
 def page_of(published: dict[str, Any], pictures: Sequence[str], by_hand: str) -> str:
@@ -92,7 +95,7 @@ def page_of(published: dict[str, Any], pictures: Sequence[str], by_hand: str) ->
     lines = [
         f"# {_heading(name)}: {fig.title}",
         "",
-        f"**{_VERDICTS[published['holds']]} at scale {published['scale']}{_without(published)}.**",
+        f"**{_verdict(published)} at scale {published['scale']}{_without(published)}.**",
         "",
         *(line for picture in pictures for line in (f"![{fig.title}]({picture})", "")),
         *(["```text", table.rstrip(), "```", ""] if (table := fig.text() if fig.text else published.get("table")) else []),

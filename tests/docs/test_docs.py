@@ -87,7 +87,7 @@ def _facts(verdict: str) -> tuple[str, str, bool]:
     answer = re.match(r"yes|no|in part|cannot tell", verdict.replace("**", ""))
     assert answer, verdict
     assert answer[0] != "in part" or parts
-    return answer[0].replace("in part", "no"), parts[1] if parts else "", "without" in verdict or "°" in verdict
+    return answer[0], parts[1] if parts else "", "without" in verdict or "°" in verdict
 
 
 def test_caption_of_readme_says_what_figure_6_says():
