@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from smupar.lm.config.run_config import RunConfig
-from smupar.paper.figure import MORE, STABLE, Claim, Figure, Rows, all_of, edge, panel
+from smupar.paper.figure import MORE, STABLE, Claim, Figure, Rows, all_of, edge, moving, panel
 from smupar.paper.settings import Scale
 from smupar.rules import DEPTH_RULES
 from smupar.study.conventions import density_in_words
@@ -163,7 +163,8 @@ def draw(rows: Rows) -> list[Panel]:
 
 def _panel(heading: str, curves: Sequence[Curve], proxy: Curve) -> Panel:
     drawn = panel(curves, heading, label=_label if len({curve.width for curve in curves}) > 1 else _depth)
-    return replace(drawn, marked_x=proxy.best, marked_label="best for the dense base")
+    found = moving([proxy, *curves])
+    return replace(drawn, finding=found, marked_x=proxy.best, marked_label="best for the dense base")
 
 
 def _depth(curve: Curve) -> str:
