@@ -93,8 +93,9 @@ def _before_load(model: nn.Module, state: dict[str, Any], prefix: str, *_: Any) 
     for name in absent:
         state[f"{prefix}{name}{MASK}"] = mask_of(model, name)
     if absent:
+        several = f"{len(absent)} sparse parameters ({absent[0]!r}, ...)"
         warnings.warn(
-            f"the checkpoint holds no mask for {len(absent)} sparse parameters ({absent[0]!r}, ...): "
+            f"the checkpoint holds no mask for {several if len(absent) > 1 else repr(absent[0])}: "
             "the model's own masks stay, and weights off the mask become 0",
             PlanWarning,
             stacklevel=6,
