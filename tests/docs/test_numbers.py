@@ -357,6 +357,17 @@ def test_pages_have_what_the_bases_learning_rate_costs_deep_models():
     assert max(half.values()) < 0.02
 
 
+def test_pages_have_how_far_learning_rates_move_without_a_factor_on_the_branches():
+    text = " ".join(part.text for part in figure("depth").claim(rows("depth")).parts)
+    ours, none, cost = re.search(r"moves by ([\d.]+)x.*no factor ([\d.]+)x, ([\d.]+)%", text).groups()
+    page, results_page = words("docs/depth.md"), words("docs/results/depth.md")
+    assert (
+        f"the best learning rate moves by {none}x, hardly farther, and the base's learning rate costs at most {cost} %." in page
+    )
+    assert f"moves by {none}x, hardly farther than CompleteP's {ours}x." in results_page
+    assert f"at most {cost} % of the best loss without a factor, and" in results_page
+
+
 def test_pages_have_what_a_factor_on_the_branches_gains():
     lowest = {key: min(own.values()) for key, own in _depth_curves().items()}
     gains = [percent(1 - lowest["completep", kept, 32] / lowest["none", kept, 32]) for kept in (1, 1 / 4, 1 / 16)]
@@ -373,4 +384,9 @@ def test_page_of_figure_6_has_how_much_easier_the_batches_of_seed_0_are():
         seeds[replace(row.config, seed=0).id][row.config.seed] = row.loss
     shares = [own[0] / fmean(own.values()) - 1 for own in seeds.values() if len(own) == 3]
     assert len(shares) == 30
+    claims = json.loads((RESULTS / "fig06.json").read_text())["claims"]
+    gaps = {at: float(gap) for gap, at in re.findall(r"muP \+([\d.]+)% at (1/\d+)", claims[-1]["text"])}
+    assert f"At its dense-tuned learning rate its gap is largest at density {max(gaps, key=gaps.get)}." in words(
+        "docs/results/fig06.md"
+    )
     assert f"it ends {percent(-fmean(shares))} below the mean of three seeds" in words("docs/results/fig06.md")
